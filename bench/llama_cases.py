@@ -49,7 +49,7 @@ def quantized_linear(dtype: torch.dtype) -> Iterator[Case]:
         for label, rows, inputs, outputs in matrices():
             held = quant_format(format).quantize(torch.randn(outputs, inputs) / inputs**0.5)
             x = torch.randn(rows, inputs, dtype=dtype)
-            yield Case(f"{format} {label}", (x, held.data, held.scale, held.zero, None, outputs, inputs, format))
+            yield Case(f"{format} {label}", (x, [*held.tensors.values()], None, outputs, inputs, format))
 
 
 def norm(*, residual: bool, centred: bool) -> CaseMaker:

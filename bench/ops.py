@@ -49,7 +49,13 @@ class Timed:
 
 
 def tensors(values: Any) -> list[Tensor]:
-    return [value for value in (values if isinstance(values, tuple) else (values,)) if isinstance(value, Tensor)]
+    flat = (one for value in (values if isinstance(values, tuple) else (values,)) for one in listed(value))
+    return [value for value in flat if isinstance(value, Tensor)]
+
+
+def listed(value: Any) -> list[Any]:
+    """The buffers of a quantized weight, or the value alone."""
+    return value if isinstance(value, list) else [value]
 
 
 def moved_bytes(op: Op, case: Case) -> int:
@@ -67,7 +73,7 @@ def operations(op: Op, args: tuple) -> int:
     if op.name == "linear":
         return 2 * args[0].numel() * args[1].shape[0]
     if op.name == "quantized_linear":
-        return 2 * args[0].numel() * args[5]
+        return 2 * args[0].numel() * args[3]
     if op.name == "attention":
         (batch, heads, tokens, width), length = args[0].shape, args[1].shape[2]
         hidden = tokens * (tokens - 1) // 2 if args[6] else 0  # causal: keys behind the query are not needed
@@ -76,7 +82,10 @@ def operations(op: Op, args: tuple) -> int:
 
 
 def copied(args: tuple) -> tuple:
-    return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+    return tuple(
+        [one.clone() for one in arg] if isinstance(arg, list) else arg.clone() if isinstance(arg, Tensor) else arg
+        for arg in args
+    )
 
 
 def runs(op: Op, case: Case, size: int) -> tuple[list[str], list[Callable[[], object]]]:

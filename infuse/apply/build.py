@@ -18,8 +18,8 @@ from infuse.plan.packed import packed_fill
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
+from infuse.weights.lazy import place_of
 from infuse.weights.loader import LayerSource
-from infuse.weights.reader import place_of
 
 
 class Made:
@@ -120,7 +120,7 @@ class Builder:
         if self.source.holds_replaced:
             stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
         computed = [fill for fill in fills if fill not in stored]
-        fill_module(module, computed, self.source.reader(step.path), dtype, dict(step.bodies))
+        fill_module(module, computed, self.source.tensors(step.path), dtype, dict(step.bodies))
         fill_saved(module, step.path, stored, self.source, self.dtype)
 
     def sharing(self, step: Step, head: nn.Module) -> nn.Module:

@@ -28,11 +28,10 @@ from infuse.shards.save import open_shards, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
+from infuse.weights.lazy import stored_alike, tensor_at
 from infuse.weights.loader import CheckpointLoader
-from infuse.weights.microscaled import FORMAT as MXFP4
-from infuse.weights.microscaled import Microscaled
-from infuse.weights.names import ModelReader, held, model_reader
-from infuse.weights.reader import tensor_at
+from infuse.weights.model_tensors import ModelTensors, model_tensors
+from infuse.weights.names import held
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.sources import SAVED, find_files
 
@@ -71,9 +70,9 @@ def load(
             files = find_files(source, base_dir)
             _tie(model)
             plan = make_plan(model, config, device, mesh)
-            reader = model_reader(model, Checkpoint(files))
-            reader.notes += tuple(_coded_notes(reader, plan))
-            sums = partial(sampled_sums, reader)
+            tensors = model_tensors(model, Checkpoint(files))
+            tensors = replace(tensors, notes=(*tensors.notes, *_coded_notes(tensors, plan)))
+            sums = partial(sampled_sums, tensors)
         else:
             config = saved_config(config, index)
             _tie(model)
@@ -81,29 +80,39 @@ def load(
             plan = saved_plan(plan, model, index, device=device)
             shards = open_shards(folder, index, plan, config.experts == "mmap")
             _check_saved(model, shards, plan)
-            reader = model_reader(model, shards, _unread(plan))
+            tensors = model_tensors(model, shards, _unread(plan))
             sums = partial(index_sum, folder / SAVED)
         if group.size > 1:
             group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
             agree_on_weights(group, model, sums())
         layers = (step.path for step in plan.steps if step.shape is not None)
-        with CheckpointLoader(model, reader, layers, plan.dtype, device.torch_device) as loader:
+        with CheckpointLoader(model, tensors, layers, plan.dtype, device.torch_device) as loader:
             model.eval()
             done = carry_out(plan, loader, config, progress, group)
             group.barrier("the end of loading")  # if a rank fails here, all restore their models
-        mapped, notes = mapped_bytes(model), (*done.notes, *reader.notes, *_mapping_notes(shards, model))
+        mapped, notes = mapped_bytes(model), (*done.notes, *tensors.notes, *_mapping_notes(shards, model))
         return Loaded(plan, replace(done, notes=notes, mapped_bytes=mapped), config)
 
 
-def _coded_notes(reader: ModelReader, plan: Plan) -> Iterator[str]:
-    """Notes on experts that the checkpoint stores in mxfp4, unless they keep their codes."""
-    stored = {name for name, one in reader.tensors.items() if isinstance(one, Microscaled)}
-    formats = {f"{step.path}.{fill.sources[0]}": fill.format for step in plan.steps for fill in step.fills}
-    if others := sorted(name for name in stored if formats.get(name) != MXFP4):
-        now = ", ".join(sorted({formats.get(name) or str(plan.dtype).removeprefix("torch.") for name in others}))
+def _coded_notes(source: ModelTensors, plan: Plan) -> Iterator[str]:
+    """Notes on matrices that the checkpoint stores in a number format, unless they keep their codes."""
+    fills = ((step.path, fill) for step in plan.steps for fill in step.fills)
+    planned = {f"{path}.{name}": fill.format for path, fill in fills for name in fill.sources}
+    others: dict[tuple[str, bool], dict[str, str]] = {}  # (format, is of experts) → name → what it becomes
+    for name, tensor in sorted(source.tensors.items()):
+        if (coded := tensor.coded) is None:
+            continue
+        now = planned.get(name)
+        if now is None or not stored_alike(coded.format, now):
+            becomes = now or str(plan.dtype).removeprefix("torch.")
+            others.setdefault((coded.format, len(tensor.shape) == 3), {})[name] = becomes
+    for (format, of_experts), matrices in others.items():
+        what = "matrices of experts" if of_experts else "matrices"
+        keeps = f'{{"weight": {{"post_init_quant": {{"experts": "{format}"}}}}}}' if of_experts else f'"{format}"'
+        now = ", ".join(sorted(set(matrices.values())))
         yield (
-            f"{len(others)} matrices of experts are stored in {MXFP4} and become {now}, e.g. {others[0]}; "
-            'quant={"weight": {"post_init_quant": {"experts": "mxfp4"}}} keeps their codes'
+            f"{len(matrices)} {what} are stored in {format} and become {now}, e.g. {min(matrices)}; "
+            f"quant={keeps} keeps their codes"
         )
 
 
@@ -133,8 +142,8 @@ def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, d
             f"{folder}: holds layers that were replaced; read it with init_inference(model, checkpoint=...)"
         )
     _tie(model)
-    reader = model_reader(model, Checkpoint(find_files(source, base_dir)))
-    with torch.no_grad(), CheckpointLoader(model, reader, (), dtype, device) as loader:
+    tensors = model_tensors(model, Checkpoint(find_files(source, base_dir)))
+    with torch.no_grad(), CheckpointLoader(model, tensors, (), dtype, device) as loader:
         loader.place_rest()
 
 
@@ -176,7 +185,7 @@ def _check_saved(model: nn.Module, shards: SavedShards, plan: Plan) -> None:
         packed_fills = [fill for fill in step.fills if packed_fill(step, fill)]
         own = [fill for fill in packed_fills if id(tensor_at(old, fill.sources[0])) not in outside]
         wanted = saved_tensors(work_of(step).empty(step, plan.dtype), step.path, own)
-        faults = (shards.fault(name, one.cut, one.shape, one.dtype) for name, one in wanted.items())
+        faults = (shards.fault(name, one) for name, one in wanted.items())
         wrong += [fault for fault in faults if fault]
     if wrong:
         raise CheckpointError(f"{shards.form} are not this model's:\n  " + "\n  ".join(wrong))

@@ -42,7 +42,7 @@ class QuantizedEmbedding(Quantized, NativePart):
         return looked_up(index, self.shape, self._rows, self._combine)
 
     def _rows(self, index: Tensor) -> Tensor:
-        return self._body(index, self.data, self.scale, self.zero, *self._sizes, self.dtype)
+        return self._body(index, self.listed(), *self._sizes, self.dtype)
 
     def native(self, to: PartWriter) -> None:
         self.write_weight(to)

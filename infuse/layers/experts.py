@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -84,8 +83,7 @@ class QuantizedExpertMatrix(Quantized, NativePart):
 
     def arguments(self) -> tuple:
         """The op's arguments for this matrix."""
-        held = self._buffers
-        return held["data"], held["scale"], held["zero"], self._parameters["bias"]
+        return self.listed(), self._parameters["bias"]
 
     def native(self, to: PartWriter) -> None:
         to.must_stay_none("first_use")
@@ -94,7 +92,7 @@ class QuantizedExpertMatrix(Quantized, NativePart):
 
     def unprepare(self) -> None:
         """Hold the weight as its format defines it, not in the layout of the chosen body."""
-        self._take(self.held(), prepared=False)
+        self._take(self.held().tensors, prepared=False)
         self.first_use = None
 
     def share(self, other: Quantized) -> None:
@@ -122,26 +120,25 @@ class QuantizedExpertMatrix(Quantized, NativePart):
             return None
         if self.first_use is not None:
             self.first_use(None)
-        data, scale, zero = (None if t is None else t.view(rows, -1) for t in (self.data, self.scale, self.zero))
-        assert data is not None and scale is not None
-        return QuantizedWeight(data, scale, zero, (rows, self.in_features), self.format)
+        tensors = {name: tensor.view(rows, -1) for name, tensor in self.tensors.items()}
+        return QuantizedWeight(tensors, (rows, self.in_features), self.format)
 
     def hold_stored(
         self, tensors: Mapping[str, Tensor], layout: str | None, device: torch.device, first_use: FirstUse | None
     ) -> None:
         """Hold a weight in the `layout` that it is stored in, without a copy if the kernel reads this layout."""
         sizes = self.out_features, self.in_features
-        weight = QuantizedWeight(tensors["data"], tensors["scale"], tensors.get("zero"), sizes, self.format)
+        weight = QuantizedWeight.of(tensors, sizes, self.format)
         own = self._chosen.layout
         if layout == self.layout:
             shaped = weight if own is None or own.shaped is None or layout is None else own.shaped(weight)
-            self._take(shaped, prepared=layout is not None or own is None)
+            self._take(shaped.tensors, prepared=layout is not None or own is None)
             self.first_use = first_use
         else:
             assert layout is not None
             rows = _in_rows(weight, layout)
-            zero = None if rows.zero is None else rows.zero.to(device)
-            self.hold([replace(rows, data=rows.data.to(device), scale=rows.scale.to(device), zero=zero)])
+            moved = {name: tensor.to(device) for name, tensor in rows.tensors.items()}
+            self.hold([QuantizedWeight(moved, sizes, self.format)])
 
     def extra_repr(self) -> str:
         return f"{self.out_features}, {self.in_features}, bias={self.bias is not None}, format={self.format}"

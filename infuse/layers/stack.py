@@ -27,7 +27,7 @@ from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
 from infuse.ops.cpu.program import CosSin, NativeProgram
-from infuse.quant.format import SCALE_DTYPE
+from infuse.ops.cpu.quantized_linear import dtype_of_scales
 
 
 class StackCall(OneCall):
@@ -236,4 +236,5 @@ def _multiplies(head: nn.Module, x_BTC: Tensor) -> bool:
 
 
 def _streams(quantized: Quantized) -> bool:
-    return quantized.prepared and quantized._chosen.body == "cpu" and quantized.scale.dtype is SCALE_DTYPE
+    streams = quantized.prepared and quantized._chosen.body == "cpu"
+    return streams and quantized.scale.dtype is dtype_of_scales(str(quantized.format))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,34 +13,28 @@ from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
 
-@op(
-    "quantized_embedding(Tensor index, Tensor data, Tensor scale, Tensor? zero, int rows, int width, str format,"
-    " ScalarType dtype) -> Tensor"
-)
+@op("quantized_embedding(Tensor index, Tensor[] buffers, int rows, int width, str format, ScalarType dtype) -> Tensor")
 def quantized_embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """dequantize(data, scale, zero)[index]: [..., width] in `dtype`; `index` holds integers in [0, rows)."""
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+) -> Tensor:
+    """dequantize(buffers)[index]: [..., width] in `dtype`; `index` holds integers in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
     # index_select refuses indices out of range, negative ones too, as nn.Embedding does.
-    data, scale, zero = (  # type: ignore[assignment]
-        None if buffer is None else buffer.index_select(0, flat) for buffer in (data, scale, zero)
-    )
-    taken = QuantizedWeight(data, scale, zero, (flat.numel(), width), chosen)
+    chosen_rows = (buffer.index_select(0, flat) for buffer in buffers)
+    taken = QuantizedWeight.listed(chosen_rows, (flat.numel(), width), chosen)
     return chosen.dequantize(taken, dtype).view(*index.shape, width)
 
 
 @quantized_embedding.fake
-def _fake(index: Tensor, data: Tensor, *given: Any) -> Tensor:
+def _fake(index: Tensor, buffers: Sequence[Tensor], *given: Any) -> Tensor:
     (width, _, dtype) = given[-3:]
-    return data.new_empty(*index.shape, width, dtype=dtype)
+    return buffers[0].new_empty(*index.shape, width, dtype=dtype)
 
 
 @quantized_embedding.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for text in ("int8", "int4:32:asymmetric", "fp8", "fp6:32"):
+    for text in ("int8", "int4:32:asymmetric", "fp8", "fp6:32", "int8:f16"):
         held = quant_format(text).quantize(torch.randn(33, 64, device=device))
         for shape in ((), (1,), (2, 3), (0,)):
             index = torch.randint(33, shape, device=device)
-            yield Case(f"{text} {shape}", (index, held.data, held.scale, held.zero, 33, 64, text, dtype))
+            yield Case(f"{text} {shape}", (index, [*held.tensors.values()], 33, 64, text, dtype))

@@ -7,7 +7,7 @@ Suffixes: T tokens, K routes of a token, E experts, H hidden width, I inner widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,44 +57,34 @@ def experts(
 
 
 @op(
-    "quantized_experts(Tensor x, Tensor index, Tensor weights, Tensor up_data, Tensor up_scale, Tensor? up_zero,"
-    " Tensor? up_bias, Tensor down_data, Tensor down_scale, Tensor? down_zero, Tensor? down_bias, int inner,"
-    f" str up_format, str down_format, {_GATE}) -> Tensor"
+    "quantized_experts(Tensor x, Tensor index, Tensor weights, Tensor[] up, Tensor? up_bias, Tensor[] down,"
+    f" Tensor? down_bias, int inner, str up_format, str down_format, {_GATE}) -> Tensor"
 )
 def quantized_experts(
     x_TH: Tensor,
     index_TK: Tensor,
     weights_TK: Tensor,
-    up_data: Tensor,
-    up_scale: Tensor,
-    up_zero: Tensor | None,
+    up: Sequence[Tensor],
     up_bias: Tensor | None,
-    down_data: Tensor,
-    down_scale: Tensor,
-    down_zero: Tensor | None,
+    down: Sequence[Tensor],
     down_bias: Tensor | None,
     inner: int,
     up_format: str,
     down_format: str,
     *gate: Any,
 ) -> Tensor:
-    """`experts` with dequantized weights: data, scale and zero are the buffers of two QuantizedWeights."""
+    """`experts` with dequantized weights, from the buffers of two QuantizedWeights, in their order."""
 
     width = x_TH.shape[1]
 
-    def product(
-        buffers: tuple[Tensor, Tensor, Tensor | None], text: str, bias: Tensor | None, rows: slice, x: Tensor
-    ) -> Tensor:
-        data, scale, zero = (None if buffer is None else buffer[rows] for buffer in buffers)
-        assert data is not None and scale is not None
-        chosen = quant_format(text)
-        held = QuantizedWeight(data, scale, zero, (data.shape[0], x.shape[1]), chosen)
-        return F.linear(x, chosen.dequantize(held, x.dtype), None if bias is None else bias[rows])
+    def product(buffers: Sequence[Tensor], text: str, bias: Tensor | None, rows: slice, x: Tensor) -> Tensor:
+        chosen, shape = quant_format(text), (rows.stop - rows.start, x.shape[1])
+        weight = QuantizedWeight.listed((buffer[rows] for buffer in buffers), shape, chosen)
+        return F.linear(x, chosen.dequantize(weight, x.dtype), None if bias is None else bias[rows])
 
-    up = partial(product, (up_data, up_scale, up_zero), up_format, up_bias)
-    down = partial(product, (down_data, down_scale, down_zero), down_format, down_bias)
-    rows = up_data.shape[0], down_data.shape[0] // width
-    return _summed((x_TH, index_TK, weights_TK), rows, (up, down), ExpertGate(*gate))
+    products = partial(product, up, up_format, up_bias), partial(product, down, down_format, down_bias)
+    rows = up[0].shape[0], down[0].shape[0] // width
+    return _summed((x_TH, index_TK, weights_TK), rows, products, ExpertGate(*gate))
 
 
 Product = Callable[[slice, Tensor], Tensor]  # (an expert's rows of the tall matrix, its tokens) → their product
@@ -187,11 +177,14 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_experts.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    texts = ("int8", "int8:32:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4")
+    texts = (
+        "int8", "int8:32:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4",
+        "int4:f16",
+    )  # fmt: skip
     for i, text in enumerate(texts):
         fitting = [sizes for sizes in _CASES if not any(quant_format(text).fits(inputs) for inputs in sizes[3:5])]
         for sizes in fitting[i % 2 :: 2]:
             up, down = (quant_format(text).quantize(matrix) for matrix in _matrices(sizes, device))
             for label, routed, (up_bias, down_bias), gate in _routed(dtype, device, sizes):
-                held = (up.data, up.scale, up.zero, up_bias, down.data, down.scale, down.zero, down_bias)
+                held = ([*up.tensors.values()], up_bias, [*down.tensors.values()], down_bias)
                 yield Case(f"{text} {label}", (*routed, *held, sizes[4], text, text, *gate))

@@ -7,7 +7,7 @@ Suffixes: R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,16 +83,15 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any)
 
 
 @op(
-    "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs,"
-    f" str format, {_AROUND}) -> Tensor"
+    "quantized_linear(Tensor x, Tensor[] buffers, Tensor? bias, int outputs, int inputs, str format,"
+    f" {_AROUND}) -> Tensor"
 )
 def quantized_linear(
-    x_RI: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias_O: Tensor | None, outputs: int, inputs: int,
-    format: str, *around: Any,
-) -> Tensor:  # fmt: skip
-    """`linear` with a dequantized weight: data, scale and zero are the buffers of a QuantizedWeight in `format`."""
+    x_RI: Tensor, buffers: Sequence[Tensor], bias_O: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
+) -> Tensor:
+    """`linear` with a dequantized weight, from the buffers of a QuantizedWeight in `format`, in their order."""
     chosen = quant_format(format)
-    weight_OI = chosen.dequantize(QuantizedWeight(data, scale, zero, (outputs, inputs), chosen), x_RI.dtype)
+    weight_OI = chosen.dequantize(QuantizedWeight.listed(buffers, (outputs, inputs), chosen), x_RI.dtype)
     return linear.reference(x_RI, weight_OI, bias_O, *around)
 
 
@@ -103,7 +102,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -
 
 @quantized_linear.fake
 def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], Fusion(*given[7:]).outputs(given[4]))
+    return x.new_empty(*x.shape[:-1], Fusion(*given[5:]).outputs(given[2]))
 
 
 # Rows, inputs, outputs; norm, its weight and bias, offset; activation, gated; bias, residual.
@@ -157,9 +156,12 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_linear.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    texts = ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4")
+    texts = (
+        "int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4",
+        "int4:f16",
+    )  # fmt: skip
     for i, text in enumerate(texts):
         for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
             held = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)
-            args = (x, held.data, held.scale, held.zero, bias, outputs, inputs, text, *around)
+            args = (x, [*held.tensors.values()], bias, outputs, inputs, text, *around)
             yield Case(f"{text} {label}", args)

@@ -173,9 +173,10 @@ class Op:
     def run(self, *given: Any, body: str) -> Any:
         """Run a body as the registered op. Results are contiguous and never views of an argument."""
         results = self.bodies[body].function(*given)
-        if isinstance(results, tuple):
-            return tuple(_own(result, given) for result in results)
-        return _own(results, given)
+        tensors = [one for arg in given for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        if isinstance(results, (tuple, list)):
+            return type(results)(_own(result, tensors) for result in results)
+        return _own(results, tensors)
 
     def prepared(self, name: str, args: tuple) -> tuple[Callable, tuple]:
         """The function of a body and its arguments, with the quantized weight converted to the body's layout.
@@ -185,27 +186,26 @@ class Op:
         chosen = self.bodies[name]
         if chosen.layout is None:
             return chosen.function, args
-        names = [argument.name for argument in getattr(torch.ops.infuse, self.name).default._schema.arguments]
-        into = list(args)
-        for data in (at for at, name in enumerate(names) if name == "data" or name.endswith("_data")):
-            text, shape = self._described(names, data, args)
-            codes, scale, zero = args[data : data + 3]
-            laid = chosen.layout.prepare(QuantizedWeight(codes, scale, zero, shape, quant_format(text)))
+        schema = getattr(torch.ops.infuse, self.name).default._schema.arguments
+        names, into = [argument.name for argument in schema], list(args)
+        for at in (at for at, argument in enumerate(schema) if str(argument.type) == "List[Tensor]"):
+            text, shape = self._described(names, at, args)
+            laid = chosen.layout.prepare(QuantizedWeight.listed(args[at], shape, quant_format(text)))
             if laid is None:
                 return self.reference, args
-            into[data : data + 3] = laid.data, laid.scale, laid.zero
+            into[at] = list(laid.tensors.values())
         return chosen.function, tuple(into)
 
-    def _described(self, names: list[str], data: int, args: tuple) -> tuple[str, tuple[int, int]]:
-        """The format and the shape of the quantized weight whose codes are the argument `data`.
+    def _described(self, names: list[str], at: int, args: tuple) -> tuple[str, tuple[int, int]]:
+        """The format and the shape of the quantized weight whose buffers are the argument at `at`.
 
         Ops with one weight take both its sizes before `format`; experts take the inner width alone.
         """
-        if names[data] == "data":
+        if names[at] == "buffers":
             text = names.index("format")
             return args[text], args[text - 2 : text]
-        inputs = args[0].shape[1] if names[data] == "up_data" else args[names.index("inner")]
-        return args[names.index(names[data].replace("data", "format"))], (args[data + 1].shape[0], inputs)
+        inputs = args[0].shape[1] if names[at] == "up" else args[names.index("inner")]
+        return args[names.index(f"{names[at]}_format")], (args[at][0].shape[0], inputs)
 
     def fake(self, function: Callable) -> Callable:
         """Declare the shape and dtype of the result for tracing. It must be contiguous, like the result of `run`."""
@@ -277,8 +277,8 @@ def _runnable(op: str, name: str) -> Body:
     return body
 
 
-def _own(result: Tensor | None, given: tuple) -> Tensor | None:
-    """`result`, contiguous and sharing its storage with no argument."""
+def _own(result: Tensor | None, given: Iterable[Any]) -> Tensor | None:
+    """`result`, contiguous and sharing its storage with none of the tensors that were `given`."""
     if result is None:
         return None
     storage = result.untyped_storage().data_ptr()

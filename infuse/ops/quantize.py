@@ -13,34 +13,26 @@ from torch import Tensor
 from infuse.ops.op import Case, op
 from infuse.quant.parse import quant_format
 
-Buffers = tuple[Tensor, Tensor, Tensor | None]
 
-
-@op("quantize(Tensor weight, str format) -> (Tensor, Tensor, Tensor?)")
-def quantize(weight_OI: Tensor, format: str) -> Buffers:
-    """Quantize to `format`; return the buffers data, scale and zero (None if symmetric) of a QuantizedWeight.
+@op("quantize(Tensor weight, str format) -> Tensor[]")
+def quantize(weight_OI: Tensor, format: str) -> list[Tensor]:
+    """Quantize to `format`; return the buffers of a QuantizedWeight, in their order.
 
     Raises ConfigError as QuantFormat.quantize does.
     """
-    held = quant_format(format).quantize(weight_OI)
-    return held.data, held.scale, held.zero
+    return [*quant_format(format).quantize(weight_OI).tensors.values()]
 
 
 @quantize.fake
-def quantized_like(weight: Tensor, format: str) -> Buffers:
+def quantized_like(weight: Tensor, format: str) -> list[Tensor]:
     """Uninitialised buffers for `weight` in `format`, on its device."""
-    planned = quant_format(format).quantize(weight.new_empty(weight.shape, device="meta"))
-
-    # torch.empty, not empty_like: empty_like of a meta tensor runs in Python, 40 us per call for each part of a weight.
-    def made(like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=weight.device)
-
-    return made(planned.data), made(planned.scale), None if planned.zero is None else made(planned.zero)
+    outputs, inputs = weight.shape
+    return [*quant_format(format).empty((outputs, inputs), weight.device).tensors.values()]
 
 
 _TEXTS = (
     "int8", "int8:7", "int8:row:asymmetric", "int8:groups=2", "int4:32", "int4:6:asymmetric", "int4:row",
-    "int4:groups=2:asymmetric", "fp8", "fp8:7", "fp8:groups=2", "fp6", "fp6:4", "fp6:row",
+    "int4:groups=2:asymmetric", "fp8", "fp8:7", "fp8:groups=2", "fp6", "fp6:4", "fp6:row", "int4:32:asymmetric:f16",
 )  # fmt: skip
 _SHAPES = ((0, 64), (1, 64), (33, 128), (7, 42), (3, 4160))
 

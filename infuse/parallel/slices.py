@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 Range = tuple[int, int]
 
@@ -54,47 +54,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The ranges that each rank has of `length` positions along `axis`, in the order in which it has them.
-
-    `bands`: ranks also share the rows, in these ranges, each of which is tiled on its own. Positions then count those
-    of all bands, one band after another.
-    """
+    """The ranges that each rank has of `length` positions along `axis`, in the order in which it has them."""
 
     axis: int
     length: int
     parts: tuple[tuple[Range, ...], ...]
-    bands: tuple[Range, ...] = ()
-
-    @staticmethod
-    def of(cuts: Sequence[Cut | None]) -> Tiling:
-        """The tiling by the parts that ranks have, None for a rank without one. ValueError: they make up no tensor."""
-        there = [cut for cut in cuts if cut is not None]
-        if len({(cut.axis, cut.whole_length, cut.rows is None) for cut in there}) != 1:
-            raise ValueError("it is not cut alike on all ranks")
-        bands = tuple(sorted({cut.rows for cut in there if cut.rows is not None}))
-        if [start for start, _ in bands] != [0, *(stop for _, stop in bands)][:-1]:
-            raise ValueError(f"ranks have the rows {bands}, which do not follow each other")
-        first = there[0]
-        empty = Tiling(first.axis, first.whole_length * max(len(bands), 1), (), bands)
-        tiling = replace(empty, parts=tuple(() if cut is None else empty.positions(cut) for cut in cuts))
-        tiling.spans()
-        return tiling
-
-    @property
-    def width(self) -> int:
-        """Positions of the whole tensor along `axis`."""
-        return self.length // max(len(self.bands), 1)
-
-    def positions(self, cut: Cut) -> tuple[Range, ...]:
-        """The positions of a part, which has the axis and rows of one of ours; () if it has other rows."""
-        if cut.rows is None or cut.rows not in self.bands:
-            return () if self.bands else cut.ranges
-        return self.in_band(self.bands.index(cut.rows), cut.ranges)
-
-    def in_band(self, number: int, ranges: Iterable[Range]) -> tuple[Range, ...]:
-        """The positions of `ranges` along the axis in one of the bands."""
-        above = number * self.width
-        return tuple((above + start, above + stop) for start, stop in ranges)
 
     def part_length(self, rank: int) -> int:
         return total(self.parts[rank])
@@ -123,6 +87,39 @@ class Tiling:
                 return Span(rank, before + at - start, before + stop - start)
             before += stop - start
         return None
+
+
+@dataclass(frozen=True)
+class Band:
+    """How ranks tile the rows `rows` of a tensor; None: all of it."""
+
+    rows: Range | None
+    tiling: Tiling
+
+
+def bands_of(cuts: Sequence[Cut | None]) -> tuple[Band, ...]:
+    """The bands of a tensor, by the parts that ranks have, None for a rank without one. Several only if ranks share
+    its rows as well as its inputs.
+
+    ValueError: the parts make up no tensor.
+    """
+    there = [cut for cut in cuts if cut is not None]
+    if len({(cut.axis, cut.whole_length, cut.rows is None) for cut in there}) != 1:
+        raise ValueError("it is not cut alike on all ranks")
+    every = tuple(sorted({cut.rows for cut in there if cut.rows is not None}))
+    if [start for start, _ in every] != [0, *(stop for _, stop in every)][:-1]:
+        raise ValueError(f"ranks have the rows {every}, which do not follow each other")
+    bands = []
+    for rows in every or (None,):
+        parts = tuple(cut.ranges if cut is not None and cut.rows == rows else () for cut in cuts)
+        bands.append(Band(rows, Tiling(there[0].axis, there[0].whole_length, parts)))
+        bands[-1].tiling.spans()
+    return tuple(bands)
+
+
+def are_along(bands: Sequence[Band], cut: Cut) -> bool:
+    """True if ranks share the tensor along the axis of `cut` alone, or not at all, so that ranges make up the part."""
+    return not bands or (cut.rows is None and bands[0].rows is None and bands[0].tiling.axis == cut.axis)
 
 
 def total(ranges: Iterable[Range]) -> int:

@@ -14,7 +14,7 @@ from infuse.ops.cache_rows import SCALE_BYTES
 from infuse.plan.formats import quantized_bytes
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
-from infuse.weights.reader import tensor_at
+from infuse.weights.lazy import tensor_at
 
 
 def parameter_bytes(model: nn.Module) -> int:

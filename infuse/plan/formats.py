@@ -66,7 +66,7 @@ class Formats:
     def multiple(self, path: str, inputs: int) -> int:
         """Number that a rank's part of the `inputs` of the linear at `path` must be a multiple of: its groups' size."""
         format = self.of(path)
-        return 1 if format is None else format.of_part(inputs).group_size or format.pack
+        return 1 if format is None else format.unit(inputs)
 
     def difference(self, fill: Fill, path: str) -> str | None:
         """Why the linears that `fill` merges cannot be one matrix (formats set by name differ), or None."""
@@ -142,6 +142,9 @@ def quantized_bytes(
     for fill, matrix in matrices_made(fills, shape):
         if fill.format:
             format, values = quant_format(fill.format), matrix.outputs * matrix.inputs
-            more = 0 if dtype is None else values * dtype.itemsize - values * format.bits // 8
+            more = 0
+            if dtype is not None and format.has_nearest:
+                codes = format.buffers(matrix.inputs)[0]
+                more = values * dtype.itemsize - matrix.outputs * codes.width(matrix.inputs) * codes.dtype.itemsize
             sizes[fill.target] = format.nbytes(matrix.outputs, matrix.inputs) + more
     return sizes

@@ -12,7 +12,7 @@ from infuse.architectures.packing import Fill
 from infuse.errors import SpecMismatch
 from infuse.plan.step import Step
 from infuse.weights.fill import moves
-from infuse.weights.reader import tensor_at
+from infuse.weights.lazy import tensor_at
 
 
 class Sharing:

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 
 from infuse.errors import ConfigError
-from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
+from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ ERRORS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class FloatFormat(QuantFormat):
+class FloatFormat(GroupedFormat):
     """fp8 or fp6: a floating grid per group, with the scale of least squared error found by search.
 
     Values are rounded to nearest, ties to even, including subnormals, and saturate beyond the largest code. Every value

@@ -5,7 +5,7 @@
 
     data   int8: the codes, int8 [out, in]
            int4: code + 8, two per byte, uint8 [out, in / 2]; input 2j is the low nibble, input 2j + 1 the high one
-    scale  bfloat16 [out, groups]
+    scale  bfloat16 [out, groups]; float16 with :f16, in which GPTQ and AWQ publish theirs
     zero   int8 [out, groups], in steps (int8) or sixteenths of a step (int4), or None
 
 Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number per group.
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
-from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
+from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
 
 # Measured on N(0,1) as log2(relative error) + bits per weight, scales included (lower is better):
 #   int8: rows of 4096 1.15, groups of 128 0.80, of 64 0.76, of 32 0.81
@@ -54,20 +55,42 @@ ERRORS = {
 }
 
 
+# The smallest scale of each dtype: that of all-zero groups. In float16 steps below 6e-5 are multiples of it, so groups
+# whose largest value is below 4e-4 (int4) or 8e-3 (int8) have coarser steps.
+_SMALLEST = MappingProxyType({SCALE_DTYPE: SMALLEST_SCALE, torch.float16: 2.0**-24})
+LARGEST_WITH_FLOAT16 = 2.0**15  # no step of such weights exceeds float16
+
+
 @dataclass(frozen=True)
-class IntegerFormat(QuantFormat):
+class IntegerFormat(GroupedFormat):
     """int8 or int4: a uniform grid per group, with the step of least squared error found by search.
 
     int8 clips nothing: every value comes back within half a step; symmetric codes stay within [-127, 127]. int4 uses
     all 16 levels and may clip the largest values; a symmetric step may be negative, so that -8 encodes the largest
-    value. Asymmetric grids always include zero. Quantizing a dequantized float32 weight gives the same weight.
+    value. Asymmetric grids always include zero. Quantizing a dequantized float32 weight gives the same weight, but for
+    groups with the smallest scales of float16.
     """
+
+    scale_dtype: torch.dtype = field(default=SCALE_DTYPE, kw_only=True)
 
     def __str__(self) -> str:
         size = f":groups={self.groups}" if self.groups is not None else f":{self.group_size or 'row'}"
         if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"]:
             size = ""  # plain "int8" is unambiguous; int4 always names its group, as its quality depends on it
-        return f"{self.name}{size}{'' if self.symmetric else ':asymmetric'}{':a8' * (self.activation_bits == 8)}"
+        options = (
+            "" if self.symmetric else ":asymmetric",
+            ":f16" if self.scale_dtype is torch.float16 else "",
+            ":a8" if self.activation_bits == 8 else "",
+        )
+        return f"{self.name}{size}{''.join(options)}"
+
+    @property
+    def dtype_of_scales(self) -> torch.dtype:
+        return self.scale_dtype
+
+    @property
+    def largest_weight(self) -> float:
+        return LARGEST_WITH_FLOAT16 if self.scale_dtype is torch.float16 else super().largest_weight
 
     @property
     def zero_unit(self) -> float:
@@ -119,9 +142,11 @@ class IntegerFormat(QuantFormat):
         return values.mul_(scale.unsqueeze(-1)).flatten(1)
 
     def _candidates(self, w_GN: torch.Tensor) -> Iterator[Grid]:
-        if self.symmetric:
-            return _symmetric_int8(w_GN) if self.bits == 8 else _symmetric_int4(w_GN)
-        return _asymmetric_int8(w_GN) if self.bits == 8 else _asymmetric_int4(w_GN)
+        grids = {
+            (8, True): _symmetric_int8, (4, True): _symmetric_int4, (8, False): _asymmetric_int8,
+            (4, False): _asymmetric_int4,
+        }[self.bits, self.symmetric]  # fmt: skip
+        return grids(w_GN, self.scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -173,15 +198,21 @@ def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torc
     return best.scale_G1, best.zero_G1
 
 
-def _stored(scale_G1: torch.Tensor) -> torch.Tensor:
-    """Round the scale to bfloat16: off by at most 1/256 of itself, its magnitude at least SMALLEST_SCALE."""
-    magnitude = scale_G1.abs().to(SCALE_DTYPE).float().clamp_min(SMALLEST_SCALE)
+def _stored(scale_G1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round the scale to `dtype`: to bfloat16, off by at most 1/256 of itself; at least the dtype's smallest scale."""
+    magnitude = scale_G1.abs().to(dtype).float().clamp_min(_SMALLEST[dtype])
     return torch.where(scale_G1 < 0, -magnitude, magnitude)
 
 
-def _stored_below(scale_G1: torch.Tensor) -> torch.Tensor:
-    """The largest bfloat16 not above the (positive) scale, at least SMALLEST_SCALE."""
-    return (scale_G1.view(torch.int32) & -65536).view(torch.float32).clamp_min(SMALLEST_SCALE)
+def _stored_below(scale_G1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest value of `dtype` not above the (positive) scale, at least the dtype's smallest scale."""
+    if dtype is SCALE_DTYPE:
+        below_G1 = (scale_G1.view(torch.int32) & -65536).view(torch.float32)
+    else:
+        near_G1 = scale_G1.to(dtype)
+        previous_G1 = (near_G1.view(torch.int16) - 1).view(dtype)
+        below_G1 = torch.where(near_G1.float() > scale_G1, previous_G1, near_G1).float()
+    return below_G1.clamp_min(_SMALLEST[dtype])
 
 
 # In all four functions, quantizing again is exact: a candidate gives the extremes codes from which the same candidate
@@ -190,16 +221,16 @@ def _stored_below(scale_G1: torch.Tensor) -> torch.Tensor:
 # list are dropped.
 
 
-def _symmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:
+def _symmetric_int8(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
     largest_G1 = w_GN.abs().amax(dim=-1, keepdim=True)
     for code in INT8_LARGEST:
-        yield Grid(8, _stored(largest_G1 / code), None)
+        yield Grid(8, _stored(largest_G1 / code, dtype), None)
 
 
-def _symmetric_int4(w_GN: torch.Tensor) -> Iterator[Grid]:
+def _symmetric_int4(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
     extreme_G1 = w_GN.gather(-1, w_GN.abs().argmax(dim=-1, keepdim=True))
     for divisor in INT4_DIVISORS:
-        yield Grid(4, _stored(extreme_G1 / divisor), None)
+        yield Grid(4, _stored(extreme_G1 / divisor, dtype), None)
 
 
 def _span(w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,11 +239,11 @@ def _span(w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low_G1.clamp_max(0), high_G1.clamp_min(0)
 
 
-def _asymmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:
+def _asymmetric_int8(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
     low_G1, high_G1 = _span(w_GN)
     first: Grid | None = None
     for span in INT8_SPANS:
-        scale_G1 = _stored_below(high_G1 / span - low_G1 / span)
+        scale_G1 = _stored_below(high_G1 / span - low_G1 / span, dtype)
         zero_G1 = (127 - high_G1 / scale_G1).round_().clamp_(-128, 127)
         if first is None:
             first = Grid(8, scale_G1, zero_G1)
@@ -224,11 +255,11 @@ def _asymmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:
         yield Grid(8, torch.where(possible, scale_G1, first.scale_G1), torch.where(possible, zero_G1, first.zero_G1))
 
 
-def _asymmetric_int4(w_GN: torch.Tensor) -> Iterator[Grid]:
+def _asymmetric_int4(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
     low_G1, high_G1 = _span(w_GN)
     half_G1 = high_G1 / 2 - low_G1 / 2
     for cut_high, cut_low in INT4_ENDS:
         top_G1 = high_G1 - cut_high * half_G1
-        scale_G1 = _stored_below((2 - cut_high - cut_low) / 15 * half_G1)
+        scale_G1 = _stored_below((2 - cut_high - cut_low) / 15 * half_G1, dtype)
         zero_G1 = (16 * (7 - top_G1 / scale_G1)).round_().clamp_(-128, 112) / 16
         yield Grid(4, scale_G1, zero_G1)

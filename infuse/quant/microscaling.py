@@ -21,7 +21,8 @@ from types import MappingProxyType
 import torch
 
 from infuse.errors import ConfigError
-from infuse.quant.format import SCALE_DTYPE, SMALLEST_SCALE, QuantFormat, QuantizedWeight
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.grouped import SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
 
 BLOCK = 32
 DEFAULT_GROUP: Mapping[str, int] = MappingProxyType({"mxfp4": BLOCK})
@@ -33,7 +34,7 @@ ERROR = 0.1117
 
 
 @dataclass(frozen=True)
-class MicroscalingFormat(QuantFormat):
+class MicroscalingFormat(GroupedFormat):
     """mxfp4: a floating grid per block of 32, with the power of two of least squared error as its scale.
 
     Values are rounded to nearest, ties to the even code, and saturate at 6 times the scale. Quantizing a dequantized
@@ -78,8 +79,8 @@ def from_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeigh
         raise ConfigError("mxfp4: a block's exponent is 255 (NaN); possible: 0 to 254")
     rows, groups = exponents.shape
     scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents.int() - 127).to(SCALE_DTYPE)
-    shape = rows, groups * BLOCK
-    return QuantizedWeight(blocks.reshape(rows, -1), scale, None, shape, MicroscalingFormat("mxfp4", 4, BLOCK))
+    tensors = {"data": blocks.reshape(rows, -1), "scale": scale}
+    return QuantizedWeight(tensors, (rows, groups * BLOCK), MicroscalingFormat("mxfp4", 4, BLOCK))
 
 
 def _codes(steps: torch.Tensor) -> torch.Tensor:

@@ -1,44 +1,77 @@
-"""The only parser of formats: from the text in a configuration to a QuantFormat."""
+"""The only parser of formats: from the text in a configuration to a QuantFormat. `register` adds a format."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from functools import cache
 
+import torch
+
 from infuse.errors import ConfigError
-from infuse.quant import floating, integer, microscaling
-from infuse.quant.format import POSSIBLE, QuantFormat
+from infuse.quant.floating import DEFAULT_GROUP as FLOATING
+from infuse.quant.floating import FloatFormat
+from infuse.quant.format import QuantFormat
+from infuse.quant.grouped import GroupedFormat
+from infuse.quant.integer import DEFAULT_GROUP as INTEGER
+from infuse.quant.integer import IntegerFormat
+from infuse.quant.microscaling import DEFAULT_GROUP as MICROSCALING
+from infuse.quant.microscaling import MicroscalingFormat
+
+_POSSIBLE = (
+    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or "
+    ":asymmetric behind, with :f16, which keeps scales in float16, and with :a8, which lets products of many tokens "
+    "round activations to 8 bits; mxfp4"
+)
+_OWN = {*INTEGER, *FLOATING, *MICROSCALING}
+
+# The options behind the name → the format. ConfigError for options that the format does not have.
+Parse = Callable[[Sequence[str]], QuantFormat]
+_registered: dict[str, Parse] = {}
+
+
+def register(name: str, parse: Parse) -> Callable[[], None]:
+    """Let `quant="name:option:…"` mean parse([option, …]), also where others are here. Call the result to undo it."""
+    if name in _OWN or name in _registered or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"a quantization format cannot be called {name!r}: possible: lower case, and not yet there")
+    _registered[name] = parse
+    _parsed.cache_clear()
+
+    def take_back() -> None:
+        del _registered[name]
+        _parsed.cache_clear()
+
+    return take_back
 
 
 def quant_format(text: str) -> QuantFormat:
-    """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "mxfp4", "int8:groups=2", "int8:a8".
+    """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "int4:128:f16", "fp6:row", "mxfp4", "int8:groups=2",
+    "int8:a8".
 
     ConfigError for an unknown text, listing the possible ones, or for numbers that the format cannot have.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"a quantization format is a text, not {text!r}; possible: {POSSIBLE}")
+        raise ConfigError(f"a quantization format is a text, not {text!r}; possible: {_possible()}")
     return _parsed(text)
 
 
 @cache
 def _parsed(text: str) -> QuantFormat:
     name, *options = text.strip().lower().split(":")
-    family: type[QuantFormat]
-    size: int | None
-    if name in integer.DEFAULT_GROUP:
-        family, size = integer.IntegerFormat, integer.DEFAULT_GROUP[name]
-    elif name in floating.DEFAULT_GROUP:
-        family, size = floating.FloatFormat, floating.DEFAULT_GROUP[name]
-    elif name in microscaling.DEFAULT_GROUP:
-        family, size = microscaling.MicroscalingFormat, microscaling.DEFAULT_GROUP[name]
-    else:
-        raise ConfigError(f"unknown quantization format {text!r}; possible: {POSSIBLE}")
-    activation_bits = 16
-    if options and options[-1] == "a8":
-        activation_bits = int(options.pop()[1:])
-    symmetric = True
-    if options and options[-1] in ("symmetric", "asymmetric"):
-        symmetric = options.pop() == "symmetric"
+    if name in _registered:
+        return _registered[name](options)
+    if name not in _OWN:
+        raise ConfigError(f"unknown quantization format {text!r}; possible: {_possible()}")
+    return _grouped(text, name, options)
+
+
+def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
+    activation_bits = 8 if _popped(options, "a8") else 16
+    has_float16 = _popped(options, "f16")
+    symmetric = not _popped(options, "asymmetric")
+    if symmetric:
+        _popped(options, "symmetric")
+    size = {**INTEGER, **FLOATING, **MICROSCALING}[name]
     groups: int | None = None
     if options:
         option = options.pop(0)
@@ -50,5 +83,24 @@ def _parsed(text: str) -> QuantFormat:
         else:
             options.append(option)
     if options:
-        raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {POSSIBLE}")
-    return family(name, int(name.lstrip("mxintfp")), size, symmetric, groups, activation_bits)
+        raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {_possible()}")
+    bits = int(name.lstrip("mxintfp"))
+    if name in INTEGER:
+        dtype = {"scale_dtype": torch.float16} if has_float16 else {}
+        return IntegerFormat(name, bits, size, symmetric, groups, activation_bits=activation_bits, **dtype)
+    if has_float16:
+        raise ConfigError(f"{name} has no :f16; possible: {name}, or int8 and int4 with :f16")
+    family = FloatFormat if name in FLOATING else MicroscalingFormat
+    return family(name, bits, size, symmetric, groups, activation_bits=activation_bits)
+
+
+def _popped(options: list[str], last: str) -> bool:
+    """Whether the last of `options` is `last`, which is then removed."""
+    found = bool(options) and options[-1] == last
+    if found:
+        options.pop()
+    return found
+
+
+def _possible() -> str:
+    return ", ".join((_POSSIBLE, *_registered))

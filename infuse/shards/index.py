@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from infuse.config.quant import Quant
 from infuse.config.values import Format, parse_dtype, parse_format
 from infuse.errors import CheckpointError
-from infuse.parallel.slices import Cut, Range, Tiling
+from infuse.parallel.slices import Band, Cut, Range, bands_of
 from infuse.weights.sources import SAVED, inside, read_json
 
 FORMAT = "infuse-5"
@@ -122,13 +122,19 @@ class SavedIndex(_Record):
     def tp_size(self) -> int:
         return len(self.files)
 
+    @property
+    def coded(self) -> frozenset[str]:
+        """Paths of the matrices that are stored in a number format."""
+        targets = (f"{path}.{target}" for path, step in self.steps.items() for target in step.formats)
+        return frozenset(target.rpartition(".")[0] for target in targets)
+
     @cached_property
-    def tilings(self) -> dict[str, Tiling]:
+    def bands(self) -> dict[str, tuple[Band, ...]]:
         """How the ranks' parts form each tensor that they split. Some biases are on one rank of several."""
         found = {}
         for name in dict.fromkeys(name for file in self.files for name in file.cuts):
             try:
-                found[name] = Tiling.of([file.cuts.get(name) for file in self.files])
+                found[name] = bands_of([file.cuts.get(name) for file in self.files])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         return found
@@ -137,7 +143,7 @@ class SavedIndex(_Record):
     def _files_make_up_the_tensors(self) -> SavedIndex:
         if len({file.name for file in self.files}) < len(self.files):
             raise ValueError("a file stands twice")
-        _ = self.tilings  # ValueError if they make up no tensor
+        _ = self.bands  # ValueError if they make up no tensor
         return self
 
 

@@ -6,7 +6,8 @@ another kind or a part that would cut a group of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,17 +17,21 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.device import Device
 from infuse.errors import CheckpointError
-from infuse.parallel.slices import Tiling, taken
+from infuse.parallel.slices import Band, Cut, Range, Span, are_along, taken
 from infuse.plan.candidates import Candidates
 from infuse.plan.formats import matrix_ops
 from infuse.plan.packed import packed_paths
 from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
+from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.shards.index import SavedIndex, SavedStep
-from infuse.shards.save import kind_of, kind_of_linear
+from infuse.shards.save import cuts, is_cut_alike, kind_of, kind_of_linear
 
-_INSTEAD = "load the original checkpoint, or shard the model again for as many ranks"
+_INSTEAD = (
+    "load the original checkpoint, or shard the model again for so many ranks (`infuse shard MODEL_DIR OUT --tp N`, or "
+    "init_inference(..., save_mp_checkpoint_path=FOLDER) on N ranks)"
+)
 
 
 def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Device) -> Plan:
@@ -36,11 +41,9 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Devic
     """
     plan = _at_saved_depth(plan, model, index)
     saved, steps, left = dict(index.steps), list[Step](), list(plan.left)
-    faults: list[str] = []
     for step in plan.steps:
         formats = _taken_formats(step, saved)
         if formats is not None:
-            faults += _cut_faults(step, formats, index.tilings)
             steps.append(_with_formats(step, formats, device, plan.dtype))
         elif packed_paths(step):
             left.append(Left(step.path, "as it was saved: not replaced then"))
@@ -51,10 +54,11 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Devic
             f"{len(saved)} layers were saved in a form that is not this version's, or not this model's: "
             f"{', '.join(saved)}; shard the model again"
         )
-    if faults:
+    plan = replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
+    if faults := _cut_faults(plan, index):
         what = f"the shards of {index.tp_size} ranks cannot be read by {plan.mesh}; {_INSTEAD}"
         raise CheckpointError("\n  ".join([f"{what}:", *faults]))
-    return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
+    return plan
 
 
 def _at_saved_depth(plan: Plan, model: nn.Module, index: SavedIndex) -> Plan:
@@ -90,12 +94,12 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
     """Return the steps, using for layers without a spec the interpretation that the index names."""
     chosen, faults = [], []
     for step in steps:
-        found = [step]
+        readings = [step]
         if step.keeps_forward:
             names = set(index.interpretations[step.path])
-            found = [one for one in (step, *step.others) if not names.isdisjoint(one.interpretations)]
-        if len(found) == 1:
-            chosen.append(replace(found[0], others=()))
+            readings = [other for other in (step, *step.others) if not names.isdisjoint(other.interpretations)]
+        if len(readings) == 1:
+            chosen.append(replace(readings[0], others=()))
         else:
             faults.append(step.path)
     if faults:
@@ -148,25 +152,57 @@ def _format_of_part(fill: Fill, format: str) -> str:
     return str(quant_format(format).of_part(fill.cut.whole_length))
 
 
-def _cut_faults(step: Step, formats: Mapping[str, str], tilings: Mapping[str, Tiling]) -> list[str]:
-    """List the reasons why this rank's parts of quantized matrices cannot be assembled from the saved ones."""
-    faults = []
-    for fill in (fill for fill in step.fills if fill.target in formats):
-        name, format = f"{step.path}.{fill.target}", quant_format(_format_of_part(fill, formats[fill.target]))
-        saved, cut = tilings.get(name), fill.cut
-        if cut is not None and (saved is None or saved.axis < cut.axis):
-            saved = Tiling(cut.axis, cut.whole_length, (((0, cut.whole_length),),))
-        if saved is None or saved.axis == 0:
-            continue
-        inputs = cut.ranges if cut is not None and cut.axis == saved.axis else [(0, saved.width)]
-        bands = range(max(len(saved.bands), 1))
-        of_bands = [taken(saved.spans(), saved.in_band(band, inputs)) for band in bands]
-        most, parts = max(map(len, of_bands)), [part for of_band in of_bands for part in of_band]
-        unit = format.group_size or format.pack
-        if format.group_size is None and most > 1:
-            what = f"inputs of {most} ranks, each with a scale for its rows, would be merged"
-            faults.append(f"{name}: {format}: {what}; formats with groups can be")
-        elif cut_at := sorted({end for part in parts for end in (part.start, part.stop) if end % unit}):
-            what = f"groups of {unit} inputs" if format.group_size else f"bytes of {unit} inputs"
-            faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {unit}")
+def _cut_faults(plan: Plan, index: SavedIndex) -> list[str]:
+    """List the reasons why this rank's parts cannot be joined from the saved ones."""
+    own, is_own, faults = cuts(plan), is_cut_alike(plan, index), []
+    for step in plan.steps:
+        for fill in step.fills:
+            name = f"{step.path}.{fill.target}"
+            cut, bands = own.get(name), index.bands.get(name, ())
+            if cut is not None and not is_own and not are_along(bands, cut):
+                faults.append(f"{name}: saved by {_sharing(bands)}, needed by {_axes(cut.axis, cut.rows)}")
+            elif fill.format is not None:
+                faults += _group_faults(name, quant_format(fill.format), bands, cut, is_own)
     return faults
+
+
+def _sharing(bands: Sequence[Band]) -> str:
+    return _axes(bands[0].tiling.axis, bands[0].rows)
+
+
+def _axes(axis: int, rows: Range | None) -> str:
+    """The axes along which ranks share a matrix."""
+    if axis == 0:
+        return "its outputs"
+    return "its inputs" if rows is None else "its inputs and by experts"
+
+
+def _group_faults(
+    name: str, format: QuantFormat, bands: Sequence[Band], cut: Cut | None, is_own: bool
+) -> Iterator[str]:
+    """Yield why a part of the inputs would cut what several inputs share, or merge scales of whole rows."""
+    axis = cut.axis if cut is not None else bands[0].tiling.axis if bands else 0
+    if axis == 0:
+        return
+    if cut is not None and is_own:
+        parts = [[Span(0, 0, cut.length)]]
+    elif cut is not None and not bands:
+        parts = [[Span(0, *inputs) for inputs in cut.ranges]]
+    else:
+        needed = [(0, bands[0].tiling.length)] if cut is None else cut.ranges
+        parts = [taken(band.tiling.spans(), needed) for band in bands]
+    length = cut.whole_length if cut is not None else bands[0].tiling.length
+    if why := format.fits(length):
+        yield f"{name}: {why}"
+        return
+    buffers, most = format.buffers(length), max(len({span.source for span in spans}) for spans in parts)
+    shared = [buffer.inputs for buffer in buffers if buffer.inputs is not None]
+    unit, ends = math.lcm(*shared), {end for spans in parts for span in spans for end in (span.start, span.stop)}
+    if most > 1 and len(shared) < len(buffers):
+        what = f"inputs of {most} ranks, each with a scale for its rows, would be merged"
+        yield f"{name}: {format}: {what}; formats with groups can be"
+    elif cut_at := sorted(end for end in ends if end % unit):
+        what = f"groups of {unit} inputs" if len(shared) > 1 else f"bytes of {unit} inputs"
+        yield f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {unit}"
+    elif cut is not None and (why := format.fits(cut.length)):
+        yield f"{name}: {why}"

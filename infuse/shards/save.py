@@ -33,7 +33,7 @@ from infuse.quant.parse import quant_format
 from infuse.shards.files import Bundle, write_shards, writing
 from infuse.shards.index import SavedIndex
 from infuse.weights.names import placed
-from infuse.weights.saved_shards import SavedShards
+from infuse.weights.saved_shards import SavedShards, ShardFiles
 from infuse.weights.sources import SAVED
 
 
@@ -90,16 +90,15 @@ def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMat
     plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
     turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
     seen: set[int] = set()
-    leaves: tuple[tuple[str, ...], ...] = (("data",), ("scale", "zero"))
-    for parts in leaves:
+    for which in (slice(0, 1), slice(1, None)):
         for path, matrix in laid.items():
             seen.update(id(buffer) for buffer in matrix.buffers(recurse=False))
-            own = tuple(part for part in parts if getattr(matrix, part) is not None)
+            own = matrix.format.names[which]
             yield Bundle(tuple(f"{path}.{part}" for part in own), partial(_as_laid, matrix, own))
     for path, module in model.named_modules():
         if path not in laid and isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
-            parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
+            parts = module.format.names
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
     for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
@@ -111,12 +110,12 @@ def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMat
 def _as_laid(matrix: QuantizedExpertMatrix, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
     weight = matrix.laid()
     assert weight is not None
-    return tuple(getattr(weight, part) for part in parts)
+    return tuple(weight.tensors[part] for part in parts)
 
 
 def _held(module: Quantized, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
     weight = module.held()
-    return tuple(getattr(weight, part) for part in parts)
+    return tuple(weight.tensors[part] for part in parts)
 
 
 def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
@@ -136,9 +135,7 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False)
 
     `maps`: experts are to be mapped.
     """
-    own, rank = cuts(plan), plan.mesh.rank
-    alike = index.tp_size == plan.mesh.size and index.files[rank].cuts.keys() == own.keys()
-    alike = alike and all(_part(index.files[rank].cuts[name]) == _part(cut) for name, cut in own.items())
+    own, rank, alike = cuts(plan), plan.mesh.rank, is_cut_alike(plan, index)
     form, paths = f"the shards of {folder / SAVED}", [folder / file.name for file in index.files]
     wanted = [paths[rank]] if alike else paths
     if missing := [str(path) for path in wanted if not path.is_file()]:
@@ -150,8 +147,16 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False)
             f"{layouts[cut[0]]}, and {plan.mesh} would cut these: {', '.join(cut)}; load them by as many ranks, or "
             'save them again without experts="mmap"'
         )
-    checksums = [file.checksums for file in index.files]
-    return SavedShards(form, paths, index.tilings, checksums, rank if alike else None, layouts, maps)
+    files = ShardFiles(paths, [file.checksums for file in index.files], index.bands, index.coded, layouts)
+    return SavedShards(form, files, rank if alike else None, maps)
+
+
+def is_cut_alike(plan: Plan, index: SavedIndex) -> bool:
+    """True if this rank's file has exactly the parts that this rank needs."""
+    own, rank = cuts(plan), plan.mesh.rank
+    if index.tp_size != plan.mesh.size or index.files[rank].cuts.keys() != own.keys():
+        return False
+    return all(_part(index.files[rank].cuts[name]) == _part(cut) for name, cut in own.items())
 
 
 def _part(cut: Cut) -> Cut:
@@ -164,8 +169,7 @@ def _cuts_panels(path: str, own: Mapping[str, Cut], index: SavedIndex) -> bool:
     layout, name = stored_body(index.layouts[path]).layout, f"{path}.weight"
     rows = (layout.part_rows if layout else None) or 1
     parts = [(own[name].axis, own[name].ranges)] if name in own else []
-    if name in index.tilings:
-        parts += [(index.tilings[name].axis, part) for part in index.tilings[name].parts]
+    parts += [(band.tiling.axis, part) for band in index.bands.get(name, ()) for part in band.tiling.parts]
     return any(axis != 0 or any(end % rows for one in ranges for end in one) for axis, ranges in parts)
 
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse.parallel.group import Group
-from infuse.weights.names import ModelReader
+from infuse.weights.lazy import LazyTensor
+from infuse.weights.model_tensors import ModelTensors
 
 SAMPLED_ROWS, SMALL_VALUES = 8, 1 << 12
 _BLOCK = 1 << 12  # 8-byte words; summed per block first to limit memory
@@ -41,9 +42,9 @@ def live_sums(model: nn.Module) -> dict[str, int]:
     return {name: int(_sum(tensor)) for name, tensor in tensors.items()}
 
 
-def sampled_sums(reader: ModelReader) -> dict[str, int]:
+def sampled_sums(source: ModelTensors) -> dict[str, int]:
     """Checksum sampled rows of each of the model's tensors in the checkpoint."""
-    return {name: _sampled(reader, name) for name in sorted(reader.tensors)}
+    return {name: _sampled(source.tensors[name]) for name in sorted(source.tensors)}
 
 
 def index_sum(path: Path) -> dict[str, int]:
@@ -51,13 +52,13 @@ def index_sum(path: Path) -> dict[str, int]:
     return {path.name: zlib.crc32(path.read_bytes())}
 
 
-def _sampled(reader: ModelReader, name: str) -> int:
-    shape = reader.tensors[name].shape
+def _sampled(tensor: LazyTensor) -> int:
+    shape = tensor.shape
     if torch.Size(shape).numel() <= SMALL_VALUES:
-        return int(_sum(reader.read(name)))
+        return int(_sum(tensor.read()))
     rows = max(SMALL_VALUES // SAMPLED_ROWS, 1) if len(shape) == 1 else 1
     starts = torch.linspace(0, max(shape[0] - rows, 0), SAMPLED_ROWS).long().unique().tolist()
-    return sum(int(_sum(reader.read(name, (slice(start, start + rows),)))) for start in starts) & (1 << 62) - 1
+    return sum(int(_sum(tensor.read((slice(start, start + rows),)))) for start in starts) & (1 << 62) - 1
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -5,18 +5,15 @@ Each name has one value: the one from the file that the index names, or the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.parallel.slices import Range, Span, Tiling, taken
-from infuse.weights.pieces import Packed, Shape, tiling
-from infuse.weights.reader import Slices, Stored
+from infuse.weights.lazy import FileTensor, Joined, LazyTensor, Shape, Slices
+from infuse.weights.pieces import Packed, tiling
 from infuse.weights.safetensors_file import SafetensorsFile
 from infuse.weights.sources import Files
 from infuse.weights.torch_file import TorchFile
@@ -25,64 +22,6 @@ _COMPARED_ROWS = 4096  # read per step when comparing two copies of a tensor
 
 
 TensorFile = SafetensorsFile | TorchFile
-
-
-@dataclass(frozen=True)
-class Joined:
-    """One tensor assembled from the files of several ranks; of those that hold the same positions, `first` is read.
-
-    A file may store fewer columns than positions: codes share a byte, or one scale serves a group of inputs.
-    """
-
-    name: str
-    files: Mapping[int, TensorFile]
-    tiling: Tiling
-    first: int = 0
-
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        return self.tiling.spans(self.first)
-
-    @property
-    def stored(self) -> Stored:
-        """Shape and dtype of one of the pieces."""
-        return next(iter(self.files.values())).stored[self.name]
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the whole tensor."""
-        shape, axis = self.stored.shape, self.tiling.axis
-        return (*shape[:axis], self.tiling.length, *shape[axis + 1 :]) if shape else ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    def read(self, part: Slices = ()) -> Tensor:
-        """Read the tensor, or `part` of it, from the files that hold it."""
-        if len(self.spans) == 1 and self.spans[0].length == self.tiling.length:
-            return self.files[self.spans[0].source].read(self.name, part)
-        axis = self.tiling.axis
-        start, stop, _ = (part[axis] if axis < len(part) else slice(None)).indices(self.tiling.length)
-        return self.ranges([(start, stop)], part)
-
-    def ranges(self, ranges: Iterable[Range], slices: Sequence[slice] = ()) -> Tensor:
-        """Read and concatenate `ranges` of the tiling's axis. `slices` covers all axes; that axis's own is ignored."""
-        axis = self.tiling.axis
-        slices = [*slices, *(slice(None) for _ in range(axis + 1 - len(slices)))]
-        found = []
-        for span in taken(self.spans, ranges) or [Span(self.spans[0].source if self.spans else 0, 0, 0)]:
-            slices[axis] = self._columns(span)
-            found.append(self.files[span.source].read(self.name, tuple(slices)))
-        return found[0] if len(found) == 1 else torch.cat(found, dim=axis)
-
-    def _columns(self, span: Span) -> slice:
-        """Locate a span in its file. A scale for a whole row is repeated for each part of the row."""
-        stored = self.files[span.source].stored[self.name].shape[self.tiling.axis]
-        length = self.tiling.part_length(span.source)
-        if stored == 1 < length:
-            return slice(0, 1)
-        return slice(span.start * stored // length, span.stop * stored // length) if length else slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -110,15 +49,19 @@ class Pieces:
         first, *others = [file for file in self.files if file.stored[self.name].shape == whole] or self.files[:1]
         return all(self._alike(first, other) for other in others)
 
-    def joined(self, wanted: Shape, packed: Packed | None) -> Joined | None:
+    def joined(self, wanted: Shape, packed: Packed | None) -> LazyTensor | None:
         """Join the pieces into a tensor of shape `wanted`; None if they do not fit together."""
-        found = tiling(self.shapes, wanted, packed)
-        return None if found is None else Joined(self.name, dict(enumerate(self.files)), found)
+        if all(shape == wanted for shape in self.shapes):  # a single piece, or a replica on each rank
+            return FileTensor(self.files[0], self.name)
+        fit = tiling(self.shapes, wanted, packed)
+        if fit is None:
+            return None
+        pieces: dict[int, LazyTensor] = {rank: FileTensor(file, self.name) for rank, file in enumerate(self.files)}
+        return Joined.of(pieces, fit.spans(), fit.axis)
 
-    def _alike(self, one: TensorFile, other: TensorFile) -> bool:
-        stored = one.stored[self.name]
-        reads = (partial(one.read, self.name), partial(other.read, self.name))
-        return stored == other.stored[self.name] and same_values(stored.shape, *reads)
+    def _alike(self, file: TensorFile, other: TensorFile) -> bool:
+        is_like = file.stored[self.name] == other.stored[self.name]
+        return is_like and same_values(FileTensor(file, self.name), FileTensor(other, self.name))
 
 
 class Checkpoint:
@@ -147,10 +90,10 @@ class Checkpoint:
         differing = []
         for group in groups:
             for name in dict.fromkeys(name for file in group for name in file.stored):
-                found = Pieces(name, tuple(file for file in group if name in file.stored))
-                kept = self.pieces.setdefault(name, found)
-                if name not in files.where and not kept.equals(found):
-                    differing.append(f"{name} in {kept.files[0].path} and {found.files[0].path}")
+                pieces = Pieces(name, tuple(file for file in group if name in file.stored))
+                first = self.pieces.setdefault(name, pieces)
+                if name not in files.where and not first.equals(pieces):
+                    differing.append(f"{name} in {first.files[0].path} and {pieces.files[0].path}")
         if differing:
             raise CheckpointError(
                 f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
@@ -158,13 +101,14 @@ class Checkpoint:
             )
         if not self.pieces:
             raise CheckpointError(f"{files.form}: holds no tensors: {', '.join(str(path) for path in opened)}")
-        self.in_pieces = any(len(one.files) > 1 for one in self.pieces.values())
+        self.in_pieces = any(len(pieces.files) > 1 for pieces in self.pieces.values())
 
     @property
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self.files)
 
-    def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
+    def joined(self, name: str, wanted: Shape, packed: Packed | None = None) -> LazyTensor | None:
+        """The tensor `name` in the shape `wanted`, joined from the pieces that ranks saved; None if they do not fit."""
         if self._version is not None and packed is None and ".query_key_value." in name and self._version < 1:
             packed = Packed((max(wanted, default=0) // 3,) * 3)  # Megatron < 1.0: [q | k | v]; later, per head
         return self.pieces[name].joined(wanted, packed)
@@ -175,11 +119,11 @@ def open_file(path: Path) -> TensorFile:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
-def same_values(shape: Shape, one: Callable[[Slices], Tensor], other: Callable[[Slices], Tensor]) -> bool:
-    """True if two tensors of `shape`, read part by part with these functions, have the same bytes."""
-    rows = shape[0] if shape else 0
+def same_values(tensor: LazyTensor, other: LazyTensor) -> bool:
+    """True if two tensors of one shape and dtype have the same bytes; they are read part by part."""
+    rows = tensor.shape[0] if tensor.shape else 0
     parts: list[Slices] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
-    both = ([read(part).reshape(-1).view(torch.uint8) for read in (one, other)] for part in parts)
+    both = ([source.read(part).reshape(-1).view(torch.uint8) for source in (tensor, other)] for part in parts)
     return all(torch.equal(*pair) for pair in both)
 
 

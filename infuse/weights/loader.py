@@ -19,20 +19,18 @@ from torch import Tensor, nn
 
 from infuse import interrupts, memory
 from infuse.dtype_cast import cast_buffers, kept_in_float32
-from infuse.parallel.slices import Cut
 from infuse.temporary_hooks import TemporaryHooks
 from infuse.weights.computed import computed_tensors
 from infuse.weights.fill import Wanted
+from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, live, tensor_at
 from infuse.weights.mapped import StoredMatrix
-from infuse.weights.microscaled import Microscaled
-from infuse.weights.names import ModelReader
-from infuse.weights.reader import Coded, LiveReader, Reader, Slices, tensor_at
+from infuse.weights.model_tensors import ModelTensors
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import put
 
 CAST_VALUES = 1 << 20  # cast tables in parts of this many values, to avoid holding a second copy
-# How much proofs may keep of what they read, in bytes for each value of the checkpoint: what the result takes in int4.
-# They run the same first layers a dozen times, and new pages take longer than reading.
+# Cache budget of the proof, in bytes per value of the checkpoint: the size of the result in int4. Proofs run the same
+# first layers a dozen times, and new pages take longer than reading.
 KEPT_BYTES = 4.25 / 8
 _Spot = tuple[nn.Module, str]
 
@@ -79,12 +77,12 @@ class LayerSource:
         """Context in which the module at `path` has its original values."""
         return nullcontext()
 
-    def reader(self, path: str) -> Reader:
-        """Reader of the values of the module at `path`, by their names within it."""
-        return LiveReader(self.model.get_submodule(path))
+    def tensors(self, path: str) -> Lookup:
+        """Look up the tensors of the module at `path` by their names within it."""
+        return live(self.model.get_submodule(path))
 
-    def stored(self, name: str, cut: Cut | None) -> Tensor:
-        """Read a tensor of a layer saved as replaced, or this rank's part of it. KeyError: a live model has none."""
+    def saved(self, name: str, wanted: Wanted) -> LazyTensor:
+        """A tensor of a layer saved as replaced, or this rank's part of it. KeyError: a live model has none."""
         raise KeyError(name)
 
     def stored_experts(self, matrix: Any, path: str, tensors: Mapping[str, Wanted]) -> StoredMatrix | None:
@@ -118,17 +116,20 @@ class CheckpointLoader(LayerSource):
     is_live = False
 
     def __init__(
-        self, model: nn.Module, reader: ModelReader, layers: Iterable[str], dtype: torch.dtype, device: torch.device
+        self, model: nn.Module, source: ModelTensors, layers: Iterable[str], dtype: torch.dtype, device: torch.device
     ):
         super().__init__(model)
-        self.holds_replaced = reader.checkpoint.holds_replaced
-        self._reader, self._dtype, self._device, self._layers = reader, dtype, device, tuple(dict.fromkeys(layers))
+        self.holds_replaced = source.checkpoint.holds_replaced
+        self._checkpoint = source.checkpoint
+        self._tensors = {name: OnDevice(tensor, device) for name, tensor in source.tensors.items()}
+        self._dtype, self._device, self._layers = dtype, device, tuple(dict.fromkeys(layers))
         self._computed = computed_tensors(model)
         self._undo = ExitStack()
         self._names: dict[int, str] = {}  # keyed by id of the placeholder, as is _spots
         self._spots: dict[int, list[_Spot]] = {}
-        self._room_bytes = int(KEPT_BYTES * sum(math.prod(one.shape) for one in reader.tensors.values()))
+        self._room_bytes = int(KEPT_BYTES * sum(math.prod(tensor.shape) for tensor in self._tensors.values()))
         self._kept: dict[tuple[str, torch.dtype | None], Tensor] = {}
+        self._loaded: set[int] = set()  # ids of the parameters of layers that have their values for now
 
     def __enter__(self) -> CheckpointLoader:
         names: dict[int, str] = {}
@@ -137,16 +138,16 @@ class CheckpointLoader(LayerSource):
         made: dict[int, nn.Parameter] = {}
         exact = kept_in_float32(self.model, self._dtype)
         for module in self.model.modules():
-            for leaf, held in list(module._parameters.items()):
-                if held is None:
+            for leaf, original in list(module._parameters.items()):
+                if original is None:
                     continue
-                if id(held) not in made:
-                    dtype = self._dtype if held.is_floating_point() else held.dtype
-                    dtype = torch.float32 if names[id(held)] in exact else dtype
-                    empty = torch.empty(held.shape, dtype=dtype, device="meta")
-                    made[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
-                placeholder = made[id(held)]
-                self._names[id(placeholder)] = names[id(held)]
+                if id(original) not in made:
+                    dtype = self._dtype if original.is_floating_point() else original.dtype
+                    dtype = torch.float32 if names[id(original)] in exact else dtype
+                    empty = torch.empty(original.shape, dtype=dtype, device="meta")
+                    made[id(original)] = nn.Parameter(empty, requires_grad=original.requires_grad)
+                placeholder = made[id(original)]
+                self._names[id(placeholder)] = names[id(original)]
                 self._spots.setdefault(id(placeholder), []).append((module, leaf))
                 self.put(module._parameters, leaf, placeholder)
         try:
@@ -204,14 +205,16 @@ class CheckpointLoader(LayerSource):
         with ExitStack() as undo:
             made: dict[int, nn.Parameter] = {}
             for owner in module.modules():
-                for leaf, held in owner._parameters.items():
-                    if held is None or not held.is_meta:
+                for leaf, parameter in owner._parameters.items():
+                    if parameter is None or not parameter.is_meta:
                         continue
-                    if id(held) not in made:
-                        value = self._for_proofs(self._names[id(held)], held.dtype if as_placed else None)
-                        made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
-                    undo.callback(owner._parameters.__setitem__, leaf, held)
-                    owner._parameters[leaf] = made[id(held)]
+                    if id(parameter) not in made:
+                        value = self._for_proofs(self._names[id(parameter)], parameter.dtype if as_placed else None)
+                        made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                        self._loaded.add(id(made[id(parameter)]))
+                        undo.callback(self._loaded.discard, id(made[id(parameter)]))
+                    undo.callback(owner._parameters.__setitem__, leaf, parameter)
+                    owner._parameters[leaf] = made[id(parameter)]
             yield
 
     @contextmanager
@@ -229,26 +232,29 @@ class CheckpointLoader(LayerSource):
     def _open(self, path: str, stack: ExitStack, module: nn.Module, args: Any) -> None:
         stack.enter_context(self.loaded(path, as_placed=True))
 
-    def reader(self, path: str) -> LayerReader:
-        """Reader of the values of the layer at `path`, by their names within it."""
-        return LayerReader(self, path)
+    def tensors(self, path: str) -> Lookup:
+        """Look up a layer's tensors by their names in it: in the model if already placed, else in the checkpoint.
 
-    def stored(self, name: str, cut: Cut | None) -> Tensor:
-        assert isinstance(self._reader.checkpoint, SavedShards)
-        return self._reader.checkpoint.part(name, cut).to(self._device)
+        Coded tensors are also taken from the checkpoint while the model has their values for a proof.
+        """
+        module = self.model.get_submodule(path)
+
+        def lookup(name: str) -> LazyTensor:
+            tensor, stored = tensor_at(module, name), self._tensors.get(f"{path}.{name}")
+            if stored is not None and (tensor.is_meta or (id(tensor) in self._loaded and stored.coded is not None)):
+                return stored
+            return InMemory(tensor)
+
+        return lookup
+
+    def saved(self, name: str, wanted: Wanted) -> LazyTensor:
+        assert isinstance(self._checkpoint, SavedShards)
+        return OnDevice(self._checkpoint.part(name, wanted), self._device)
 
     def stored_experts(self, matrix: Any, path: str, tensors: Mapping[str, Wanted]) -> StoredMatrix | None:
-        assert isinstance(self._reader.checkpoint, SavedShards)
-        found = self._reader.checkpoint.experts(path, tensors, matrix.experts, matrix.layout)
-        return None if found is None else replace(found, device=self._device)
-
-    def value(self, name: str, part: Slices = ()) -> Tensor:
-        return self._reader.read(name, part).to(self._device)
-
-    def coded(self, name: str) -> Coded | None:
-        """See Reader.coded."""
-        found = self._reader.tensors.get(name)
-        return found.coded(self._device) if isinstance(found, Microscaled) else None
+        assert isinstance(self._checkpoint, SavedShards)
+        stored = self._checkpoint.experts(path, tensors, matrix.experts, matrix.layout)
+        return None if stored is None else replace(stored, device=self._device)
 
     def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
         waiting = [key for key in keys if self._placeholder(key).is_meta]
@@ -264,13 +270,13 @@ class CheckpointLoader(LayerSource):
 
     def _placeholder(self, key: int) -> nn.Parameter:
         owner, leaf = self._spots[key][0]
-        found = owner._parameters[leaf]
-        assert found is not None
-        return found
+        parameter = owner._parameters[leaf]
+        assert parameter is not None
+        return parameter
 
     def _for_proofs(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Read the tensor `name`, or return it again if there was room to keep it."""
-        dtype = None if dtype == self._reader.tensors[name].dtype else dtype
+        dtype = None if dtype == self._tensors[name].dtype else dtype
         value = self._kept.get((name, dtype))
         if value is None:
             value = self._value(name, dtype)
@@ -281,15 +287,15 @@ class CheckpointLoader(LayerSource):
 
     def _value(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Read the tensor `name`; cast it in parts if needed."""
-        stored = self._reader.tensors[name]
-        if dtype is None or not stored.dtype.is_floating_point or dtype == stored.dtype:
-            return self.value(name)
-        value = memory.empty(stored.shape, dtype, self._device)
+        source = self._tensors[name]
+        if dtype is None or not source.dtype.is_floating_point or dtype == source.dtype:
+            return source.read()
+        value = memory.empty(source.shape, dtype, self._device)
         if value.dim() == 0:
-            return value.copy_(self.value(name))
+            return value.copy_(source.read())
         rows = max(1, CAST_VALUES * value.shape[0] // max(value.numel(), 1))
         for start in range(0, value.shape[0], rows):
-            value[start : start + rows] = self.value(name, (slice(start, start + rows),))
+            value[start : start + rows] = source.read((slice(start, start + rows),))
         return value
 
     def _place_buffers(self) -> None:
@@ -297,26 +303,10 @@ class CheckpointLoader(LayerSource):
         for path, module in self.model.named_modules():
             for leaf, buffer in list(module._buffers.items()):
                 name = f"{path}.{leaf}" if path else leaf
-                if buffer is None or leaf in module._non_persistent_buffers_set or name not in self._reader.tensors:
+                if buffer is None or leaf in module._non_persistent_buffers_set or name not in self._tensors:
                     continue
-                self.put(module._buffers, leaf, self.value(name).to(buffer.dtype))
+                self.put(module._buffers, leaf, self._tensors[name].read().to(buffer.dtype))
 
 
 def _close(stack: ExitStack, module: nn.Module, args: Any, output: Any) -> None:
     stack.close()
-
-
-class LayerReader(LiveReader):
-    """Read a layer's values by their names within it: from the model if already placed, else from the checkpoint."""
-
-    def __init__(self, loader: CheckpointLoader, path: str):
-        super().__init__(loader.model.get_submodule(path))
-        self._loader, self._path = loader, path
-
-    def read(self, name: str, part: Slices = ()) -> Tensor:
-        if tensor_at(self._module, name).is_meta:
-            return self._loader.value(f"{self._path}.{name}", part)
-        return super().read(name, part)
-
-    def coded(self, name: str) -> Coded | None:
-        return self._loader.coded(f"{self._path}.{name}") if tensor_at(self._module, name).is_meta else None

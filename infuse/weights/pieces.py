@@ -12,8 +12,8 @@ from itertools import accumulate
 
 from infuse.architectures.packing import BLOCKS, PER_GROUP, PER_HEAD, Heads
 from infuse.parallel.slices import Range, Tiling
+from infuse.weights.lazy import Shape
 
-Shape = tuple[int, ...]
 _Parts = list[tuple[Range, ...]]  # the ranges of each rank
 
 

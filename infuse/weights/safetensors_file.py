@@ -25,7 +25,7 @@ from torch import Tensor
 
 from infuse import memory
 from infuse.errors import CheckpointError
-from infuse.weights.reader import Slices, Stored
+from infuse.weights.lazy import Slices, Stored
 
 try:
     from isal import isal_zlib as zlib  # the CRC-32 of zlib at ten times its speed: a load takes a third less time

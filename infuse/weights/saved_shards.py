@@ -1,26 +1,23 @@
-"""Our own shards as a checkpoint: each tensor assembled from the spans in the ranks' files, or any rank's part of it.
+"""Our own shards as a checkpoint: whole tensors, joined from the ranks' files, or any rank's part of them.
 
-Positions count rows or inputs of the whole tensor; a file may store fewer columns than positions (see Joined).
+Ranks that cut a tensor otherwise than those that saved it read it along the same axis; `shards.plan` refuses others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.parallel.slices import Cut, Range, Tiling, total
-from infuse.quant.format import BUFFERS
-from infuse.weights.checkpoint import Joined, TensorFile
-from infuse.weights.fill import Wanted
+from infuse.parallel.slices import Band, Cut, Span, are_along, taken
+from infuse.quant.format import Buffer
+from infuse.weights.fill import VALUES, Wanted
+from infuse.weights.lazy import FileTensor, Joined, LazyTensor, Shape
 from infuse.weights.mapped import FirstUse, StoredMatrix
-from infuse.weights.pieces import Packed, Shape
-from infuse.weights.reader import Slices
+from infuse.weights.pieces import Packed
 from infuse.weights.safetensors_file import Checksums, SafetensorsFile
 
 
@@ -36,16 +33,48 @@ class _Opened(dict[int, SafetensorsFile]):
         return self[rank]
 
 
-@dataclass(frozen=True)
-class SavedTensor(Joined):
-    """One tensor of our shards. `is_cut`: split across ranks; otherwise every file that holds it holds all of it."""
+class _RankTensors(dict[int, LazyTensor]):
+    """The pieces of the tensor `name` by rank; the file of a rank is opened on access."""
 
-    is_cut: bool = False
+    def __init__(self, files: _Opened, name: str):
+        super().__init__()
+        self._files, self._name = files, name
+
+    def __missing__(self, rank: int) -> LazyTensor:
+        return FileTensor(self._files[rank], self._name)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of our shards. `bands`: how ranks cut it; (): each file that holds it holds all of it.
+
+    `first`: the rank whose file is read where several files have the same. `is_own`: its file has the part that this
+    rank needs, so that no other file is read.
+    """
+
+    name: str
+    files: _Opened
+    bands: tuple[Band, ...]
+    first: int
+    is_own: bool
+
+    @property
+    def piece(self) -> LazyTensor:
+        """What the first file has of it."""
+        return FileTensor(self.files[self.first], self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.piece.dtype
 
     @property
     def shape(self) -> Shape:
-        bands, whole = self.tiling.bands, super().shape
-        return (bands[-1][1], self.tiling.width) if bands else whole
+        """Shape of the whole tensor; of a buffer of codes, in inputs along the axis that ranks cut."""
+        shape = list(self.piece.shape)
+        if self.bands:
+            shape[self.bands[0].tiling.axis] = self.bands[0].tiling.length
+            shape[0] = shape[0] if self.bands[-1].rows is None else self.bands[-1].rows[1]
+        return tuple(shape)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -54,144 +83,147 @@ class SavedTensor(Joined):
     def are_copies(self, whole: Shape) -> bool:
         return True
 
-    def along(self, cut: Cut | None) -> SavedTensor:
-        """Return the tensor addressed in positions of `cut`, if ranks have not cut it."""
-        if self.is_cut or cut is None:
-            return self
-        (rank,) = self.files
-        return replace(self, tiling=_of_one(cut.axis, cut.whole_length, rank), first=rank)
+    def whole(self) -> LazyTensor:
+        """The whole tensor, whose parts are read from the files that have them. For tensors that are not coded."""
+        if not self.bands:
+            return self.piece
+        (band,) = self.bands
+        pieces = _RankTensors(self.files, self.name)
+        return Joined(pieces, band.tiling.spans(self.first), band.tiling.axis, self.shape, self.dtype)
 
-    def read(self, part: Slices = ()) -> Tensor:
-        return super().read(part) if not self.tiling.bands else self.part(None)[part]
+    def part(self, cut: Cut | None, buffer: Buffer = VALUES) -> LazyTensor:
+        """The tensor as it is stored, or a rank's part of it. `buffer` maps inputs of the whole to columns."""
+        if self.is_own and self.bands:
+            return self.piece
+        if not self.bands:
+            return self.piece if cut is None else _cut(self.piece, cut, buffer)
+        bands = [self._along(band, cut, buffer) for band in self.bands]
+        return bands[0] if len(bands) == 1 else Joined.of(dict(enumerate(bands)))
 
-    def part(self, cut: Cut | None) -> Tensor:
-        """Read the tensor as it is stored, or a rank's part of it."""
-        found = self.along(cut)
-        tiling = found.tiling
-        if not found._is_crossed_by(cut):
-            return found.read() if cut is None else found.ranges(cut.ranges)
-        rows, (columns, width) = found._rows(cut), found._columns_of(cut)
-        if tiling.axis == 0:
-            stored = self.stored.shape[1]
-            narrow = [
-                slice(0, 1) if stored == 1 else slice(a * stored // width, b * stored // width) for a, b in columns
-            ]
-            return torch.cat([found.ranges(rows, (slice(None), one)) for one in narrow], dim=1)
-        return torch.cat([
-            found.ranges(tiling.in_band(number, columns), (slice(max(start, first) - first, min(stop, last) - first),))
-            for start, stop in rows
-            for number, (first, last) in enumerate(found._bands)
-            if max(start, first) < min(stop, last)
-        ])  # fmt: skip
+    def _along(self, band: Band, cut: Cut | None, buffer: Buffer) -> LazyTensor:
+        """A rank's part of a band that is cut along the same axis."""
+        tiling = band.tiling
+        assert cut is None or are_along(self.bands, cut), (self.name, cut)
+        spans = taken(tiling.spans(self.first), ((0, tiling.length),) if cut is None else cut.ranges)
+        spans = spans or [Span(self.first, 0, 0)]  # a rank without a part
+        return _joined(_RankTensors(self.files, self.name), spans, tiling.axis, buffer)
 
-    def _is_crossed_by(self, cut: Cut | None) -> bool:
-        """Whether a part that is read has other rows than those that ranks have, or is cut along the other axis."""
-        return bool(self.tiling.bands) or (cut is not None and (cut.rows is not None or cut.axis != self.tiling.axis))
-
-    @property
-    def _bands(self) -> tuple[Range, ...]:
-        return self.tiling.bands or ((0, self.stored.shape[0]),)
-
-    def _rows(self, cut: Cut | None) -> tuple[Range, ...]:
-        if cut is not None and cut.axis == 0:
-            return cut.ranges
-        if cut is not None and cut.rows is not None:
-            return (cut.rows,)
-        return ((0, self.tiling.length if self.tiling.axis == 0 else self._bands[-1][1]),)
-
-    def _columns_of(self, cut: Cut | None) -> tuple[tuple[Range, ...], int]:
-        """The inputs of a part, and how many the whole has."""
-        if cut is not None and cut.axis == 1:
-            return cut.ranges, cut.whole_length
-        return ((0, self.tiling.width),), self.tiling.width
-
-    def fault(self, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
-        """Return why `cut` of this cannot fill a tensor of `wanted` shape and `dtype` (None: any floating), or None."""
-        found = self.along(cut)
-        tiling, crossed = found.tiling, found._is_crossed_by(cut)
-        axis, own = tiling.axis, cut.length if cut else tiling.length
-        other = cut is not None and axis == cut.axis and tiling.width != cut.whole_length
-        if other or (crossed and len(wanted) != 2):
-            there = f"{tiling.width} on axis {axis}"
-            return f"{there}, the model has {cut.whole_length} on axis {cut.axis}" if cut else f"{there}, not {wanted}"
-        for rank, file in self.files.items():
-            if self.name not in file.stored:  # a bias that another rank adds
+    def fault(self, wanted: Wanted, ranks: int) -> str | None:
+        """Return why this does not give the tensor that is `wanted`; None if it does."""
+        cut = wanted.cut
+        if cut is not None and self.bands and not self.is_own:
+            tiling = self.bands[0].tiling
+            if not are_along(self.bands, cut) or cut.whole_length != tiling.length:
+                return f"{tiling.length} on axis {tiling.axis}, the model has {cut.whole_length} on axis {cut.axis}"
+        for rank in range(ranks) if self.bands and not self.is_own else (self.first,):
+            if self.name not in self.files[rank].stored:  # a bias that another rank adds
                 continue
-            shape, stored = file.stored[self.name].shape, file.stored[self.name].dtype
-            if stored != dtype if dtype else not stored.is_floating_point:
-                return f"{stored}, the model has {dtype or 'floating values'}"
-            like = shape == wanted
-            if crossed:
-                like = found._is_part(rank, shape, cut, wanted)
-            elif (self.is_cut or cut) and len(shape) == len(wanted):
-                others = [size for at, size in enumerate(shape) if at != axis]
-                like = others == [size for at, size in enumerate(wanted) if at != axis] and (
-                    shape[axis] * own == wanted[axis] * tiling.part_length(rank) or shape[axis] == wanted[axis] == 1
-                )
-            if not like:
-                return f"{shape}, the model has {wanted}"
+            stored = self.files[rank].stored[self.name]
+            if stored.dtype != wanted.dtype if wanted.dtype else not stored.dtype.is_floating_point:
+                return f"{stored.dtype}, the model has {wanted.dtype or 'floating values'}"
+            if stored.shape != self._piece_shape(rank, wanted):
+                return f"{stored.shape}, the model has {wanted.shape}"
         return None
 
-    def _is_part(self, rank: int, shape: Shape, cut: Cut | None, wanted: Shape) -> bool:
-        """Whether a file's `shape` is that of its rank's rows and inputs, if those of `cut` have the shape `wanted`."""
-        tiling, rows, (columns, width) = self.tiling, self._rows(cut), self._columns_of(cut)
-        held = tiling.part_length(rank)
-        if not held:
-            return True
-        (first, last), inputs = (0, held), width
-        if tiling.axis == 1:
-            first, last = self._bands[tiling.parts[rank][0][0] // tiling.width]
-            inputs = held
-        of_inputs = shape[1] * total(columns) == wanted[1] * inputs or shape[1] == wanted[1] == 1
-        whole = tiling.length if tiling.axis == 0 else self._bands[-1][1]
-        return shape[0] == last - first and total(rows) == wanted[0] and rows[-1][1] <= whole and of_inputs
+    def _piece_shape(self, rank: int, wanted: Wanted) -> tuple[int | None, ...] | None:
+        """Shape of a rank's piece of the tensor that is `wanted`; None if the index cuts a tensor of another shape."""
+        cut, shape = wanted.cut, list[int | None](wanted.shape)
+        if (self.bands and self.is_own) or not (self.bands or cut):
+            return wanted.shape
+        if cut is not None and not self.bands:
+            shape[cut.axis] = _length(cut.axis, cut.whole_length, wanted.buffer)
+            if cut.rows is not None:  # of how many rows is not known
+                shape[0] = max(cut.rows[1], self.piece.shape[0])
+            return tuple(shape)
+        axis, length, rows = self.bands[0].tiling.axis, self.bands[0].tiling.length, self.bands[-1].rows
+        if axis >= len(shape) or (rows is not None and rows[1] != shape[0]):
+            return None
+        if cut is None and _length(axis, length, wanted.buffer) != shape[axis]:
+            return None
+        for band in self.bands:
+            if band.tiling.parts[rank] or len(self.bands) == 1:
+                shape[axis] = _length(axis, band.tiling.part_length(rank), wanted.buffer)
+                shape[0] = shape[0] if band.rows is None else band.rows[1] - band.rows[0]
+        return tuple(shape)
+
+
+def _joined(pieces: Mapping[int, LazyTensor], spans: Sequence[Span], axis: int, buffer: Buffer) -> LazyTensor:
+    """The spans of inputs or rows of `pieces` as one tensor."""
+    if axis == 1:
+        columns = [(span.source, buffer.of_inputs(span.start, span.stop)) for span in spans]
+        spans = [Span(source, part.start, part.stop) for source, part in columns]
+        if buffer.inputs is None:  # a scale of a row goes along with each of its parts
+            spans = spans[:1]
+    return Joined.of(pieces, spans, axis)
+
+
+def _cut(whole: LazyTensor, cut: Cut, buffer: Buffer) -> LazyTensor:
+    """A rank's part of a tensor that one file has."""
+    if cut.rows is not None:
+        whole = Joined.of({0: whole}, [Span(0, *cut.rows)])
+    return _joined({0: whole}, [Span(0, start, stop) for start, stop in cut.ranges], cut.axis, buffer)
+
+
+def _length(axis: int, positions: int, buffer: Buffer) -> int | None:
+    """Rows, or columns of `buffer`, for so many positions; None if they cut what several inputs share."""
+    if axis == 0:
+        return positions
+    return None if buffer.inputs is not None and positions % buffer.inputs else buffer.width(positions)
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The files of our shards, one for each rank that saved: how they cut tensors, and what to check.
+
+    `bands`: how ranks cut each tensor. `coded`: paths of the matrices that are stored in a format. `layouts`: of those
+    that are stored as kernels read them.
+    """
+
+    paths: Sequence[Path]
+    checksums: Sequence[Checksums]
+    bands: Mapping[str, tuple[Band, ...]]
+    coded: Collection[str]
+    layouts: Mapping[str, str]
 
 
 class SavedShards:
     """The files of all ranks, or of `rank` alone; in that case other files are opened on demand.
 
-    `layouts`: the layouts of the matrices of experts that are stored as kernels read them, by the paths of the
-    matrices. `maps`: experts are mapped where possible; otherwise `unmapped` says of each matrix why not.
+    `maps`: experts are mapped where possible; otherwise `unmapped` says of each matrix why not.
     """
 
     holds_replaced = True
 
-    def __init__(
-        self, form: str, paths: Sequence[Path], tilings: Mapping[str, Tiling], checksums: Sequence[Checksums],
-        rank: int | None, layouts: Mapping[str, str] = MappingProxyType({}), maps: bool = False,
-    ):  # fmt: skip
-        self.maps, self._rank, self._layouts = maps, rank, layouts
+    def __init__(self, form: str, files: ShardFiles, rank: int | None, maps: bool = False):
+        self.maps, self._rank, self._layouts = maps, rank, files.layouts
         self.unmapped: dict[str, str] = {}
         self.form, self.told, self.in_pieces = form, True, False
         self.pieces: dict[str, SavedTensor] = {}
-        self._opened = _Opened(paths, checksums)
-        opened = {number: self._opened[number] for number in range(len(paths)) if rank in (None, number)}
+        self._ranks, self._opened = len(files.paths), _Opened(files.paths, files.checksums)
+        opened = {number: self._opened[number] for number in range(self._ranks) if rank in (None, number)}
         for name in dict.fromkeys(name for file in opened.values() for name in file.stored):
-            found = {number: file for number, file in opened.items() if name in file.stored}
+            bands = files.bands.get(name)
             owner, _, leaf = name.rpartition(".")
-            cut = tilings.get(name) or tilings.get(f"{owner}.weight" if leaf in BUFFERS else name)
-            if cut is None:
-                first, file = next(iter(found.items()))
-                whole = _of_one(0, next(iter(file.stored[name].shape), 1), first)
-                self.pieces[name] = SavedTensor(name, {first: file}, whole, first)
-                continue
-            if without := [file for number, file in opened.items() if number not in found and cut.parts[number]]:
-                raise CheckpointError(f"{name} is missing in {', '.join(str(file.path) for file in without)}")
-            for number, file in found.items():
-                _check_cut(file, name, cut, number, name in tilings)
-            self.pieces[name] = SavedTensor(name, self._opened, cut, min(found) if rank is None else rank, is_cut=True)
+            if bands is None and owner in files.coded and leaf != "bias":  # buffers are cut as their weight is
+                bands = files.bands.get(f"{owner}.weight")
+            first = min(number for number, file in opened.items() if name in file.stored)
+            if bands is not None:
+                _check_pieces(name, bands, opened, name in files.bands)
+                first = first if rank is None else rank
+            self.pieces[name] = SavedTensor(name, self._opened, bands or (), first, rank is not None)
 
     @property
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self._opened.values())
 
-    def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
+    def joined(self, name: str, wanted: Shape, packed: Packed | None = None) -> LazyTensor | None:
         tensor = self.pieces[name]
-        return tensor if tensor.shape == wanted else None
+        # Only experts have several bands, and they are never read under the model's names.
+        return tensor.whole() if tensor.shape == wanted and len(tensor.bands) < 2 else None
 
-    def part(self, name: str, cut: Cut | None) -> Tensor:
-        """Read a tensor as stored, or a rank's part of it."""
-        return self.pieces[name].part(cut)
+    def part(self, name: str, wanted: Wanted) -> LazyTensor:
+        """A tensor as stored, or a rank's part of it."""
+        return self.pieces[name].part(wanted.cut, wanted.buffer)
 
     def experts(self, path: str, tensors: Mapping[str, Wanted], count: int, layout: str | None) -> StoredMatrix | None:
         """The matrix of `count` experts at `path`, whose kernel reads `layout` (None: rows), as it is stored.
@@ -212,8 +244,7 @@ class SavedShards:
             self.unmapped[path] = why
         if stored is None:
             return None
-        read = {leaf: self.part(name, tensors[name].cut) for name, leaf in leaves.items()}
-        return StoredMatrix(read, stored)
+        return StoredMatrix({leaf: self.part(name, tensors[name]).read() for name, leaf in leaves.items()}, stored)
 
     def _unmappable(self, tensors: Mapping[str, Wanted], stored: str | None, layout: str | None) -> str | None:
         if stored != layout:
@@ -221,32 +252,38 @@ class SavedShards:
         if self._rank is None:
             return "the ranks that saved it cut it otherwise"
         for name, wanted in tensors.items():
-            found = self.pieces[name].dtype
-            if wanted.dtype not in (None, found):
-                return f"it is stored in {found}, and the model runs in {wanted.dtype}"
+            dtype = self.pieces[name].dtype
+            if wanted.dtype not in (None, dtype):
+                return f"it is stored in {dtype}, and the model runs in {wanted.dtype}"
         return None
 
-    def fault(self, name: str, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
-        """Return why the stored tensor `name` does not give shape `wanted` in `dtype`; None if it does."""
+    def fault(self, name: str, wanted: Wanted) -> str | None:
+        """Return why the stored tensor `name` does not give what is `wanted`; None if it does."""
         if name not in self.pieces:
             return f"missing  {name}"
-        fault = self.pieces[name].fault(cut, wanted, dtype)
+        fault = self.pieces[name].fault(wanted, self._ranks)
         return fault and f"misshaped  {name}: {fault}"
 
 
-def _check_cut(file: TensorFile, name: str, cut: Tiling, rank: int, is_plain: bool) -> None:
-    """Raise CheckpointError if a tensor's shape contradicts the part that the index gives this rank."""
-    shape, own = file.stored[name].shape, cut.part_length(rank)
-    if cut.axis >= len(shape):
-        raise CheckpointError(f"{file.path}: {name} is {shape}, and the index cuts it on axis {cut.axis}")
-    if is_plain and shape[cut.axis] != own:
-        raise CheckpointError(
-            f"{file.path}: {name} is {shape}, and the index gives this rank {own} of {cut.width} on axis {cut.axis}"
-        )
-    if cut.bands and own and shape[0] != (rows := total(cut.bands[cut.parts[rank][0][0] // cut.width :][:1])):
-        raise CheckpointError(f"{file.path}: {name} is {shape}, and the index gives this rank {rows} rows")
+def _check_pieces(name: str, bands: Sequence[Band], opened: Mapping[int, SafetensorsFile], plain: bool) -> None:
+    """Raise CheckpointError if a rank's file lacks its piece, or if its shape contradicts the index.
 
-
-def _of_one(axis: int, length: int, rank: int) -> Tiling:
-    """Tiling of a tensor that `rank` holds whole."""
-    return Tiling(axis, length, (*((),) * rank, ((0, length),)))
+    `plain`: the tensor is not coded, so that its columns are the inputs that the index counts.
+    """
+    holders = {number: file for number, file in opened.items() if name in file.stored}
+    for band in bands:
+        tiling = band.tiling
+        without = [str(opened[number].path) for number in opened if number not in holders and tiling.parts[number]]
+        if without:
+            raise CheckpointError(f"{name} is missing in {', '.join(without)}")
+        for number, file in holders.items():
+            shape, length = file.stored[name].shape, tiling.part_length(number)
+            if tiling.axis >= len(shape):
+                raise CheckpointError(f"{file.path}: {name} is {shape}, and the index cuts it on axis {tiling.axis}")
+            if not length and len(bands) > 1:
+                continue
+            if plain and shape[tiling.axis] != length:
+                part = f"{length} of {tiling.length} on axis {tiling.axis}"
+                raise CheckpointError(f"{file.path}: {name} is {shape}, and the index gives this rank {part}")
+            if band.rows is not None and shape[0] != (rows := band.rows[1] - band.rows[0]):
+                raise CheckpointError(f"{file.path}: {name} is {shape}, and the index gives this rank {rows} rows")

@@ -1,4 +1,4 @@
-"""Read tensors with one slice for each expert as tall matrices, and turn tall matrices into such tensors again."""
+"""TallMatrix: tensors with one slice for each expert, read as matrices; and such tensors from matrices again."""
 
 from __future__ import annotations
 
@@ -7,75 +7,82 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from infuse.architectures.packing import Fill, StackedExperts
-from infuse.weights.reader import Coded, Reader, Slices
+from infuse.architectures.packing import StackedExperts
+from infuse.weights.lazy import Coded, LazyTensor, Shape, Slices
 
 
-def stacked_reader(fill: Fill, reader: Reader) -> Reader:
-    """Reader of the source of `fill` as a tall matrix; `reader` itself if the fill has no such source."""
-    return reader if fill.stacked is None else _StackedReader(fill.stacked, reader)
+class TallMatrix:
+    """A source [experts, rows, columns] as [experts * rows, columns], and [experts, rows] as [experts * rows]."""
 
+    def __init__(self, stacked: StackedExperts, source: LazyTensor):
+        self._stacked, self._source = stacked, source
+        self._last: tuple[int, Tensor] | None = None  # the expert read last, and its rows
 
-class _StackedReader:
-    """Shows sources [experts, rows, columns] as [experts * rows, columns], and [experts, rows] as [experts * rows]."""
-
-    def __init__(self, stacked: StackedExperts, reader: Reader):
-        self._stacked, self._reader = stacked, reader
-        self._kept: tuple[str, int, Tensor | None] = "", 0, None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        count, rows, *columns = self._sizes(name)
+    @property
+    def shape(self) -> Shape:
+        count, rows, *columns = self._sizes
         return (count * rows, *columns)
 
-    def read(self, name: str, part: Slices = ()) -> Tensor:
-        count, rows, *_ = self._sizes(name)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
+
+    @property
+    def coded(self) -> Coded | None:
+        coded = self._source.coded
+        if coded is None:
+            return None
+        buffers: dict[str, LazyTensor] = {
+            name: TallMatrix(self._stacked, buffer) for name, buffer in coded.buffers.items()
+        }
+        return Coded(coded.format, buffers)
+
+    def read(self, part: Slices = ()) -> Tensor:
+        count, rows, *_ = self._sizes
         start, stop, _ = (part[0] if part else slice(None)).indices(count * rows)
         runs = _runs(start, stop, rows)
         if self._stacked != StackedExperts():
-            pieces = (self._slice(name, expert)[own] for expert, own in runs)
+            pieces = (self._expert(expert)[within] for expert, within in runs)
             return _joined([piece[:, part[1]] if len(part) > 1 else piece for piece in pieces])
         if (start, stop) == (0, count * rows):
-            whole = self._reader.read(name, (slice(None), slice(None), part[1]) if len(part) > 1 else ())
+            whole = self._source.read((slice(None), slice(None), part[1]) if len(part) > 1 else ())
             return whole.flatten(0, 1)
-        return _joined(
-            [self._reader.read(name, (slice(expert, expert + 1), own, *part[1:]))[0] for expert, own in runs]
-        )
+        experts = ((slice(expert, expert + 1), within) for expert, within in runs)
+        return _joined([self._source.read((*slices, *part[1:]))[0] for slices in experts])
 
-    def coded(self, name: str) -> Coded | None:
-        return None
-
-    def _sizes(self, name: str) -> tuple[int, ...]:
-        shape = self._reader.shape(name)
+    @property
+    def _sizes(self) -> Shape:
+        shape = self._source.shape
         if self._stacked.flat:
             shape = (self._stacked.flat, shape[0] // self._stacked.flat, *shape[1:])
         return (shape[0], shape[2], shape[1]) if self._stacked.transposed else shape
 
-    def _slice(self, name: str, expert: int) -> Tensor:
-        """One expert's rows in the target's order. The last one is kept: parts of it are asked for in a row."""
-        if self._kept[:2] != (name, expert) or self._kept[2] is None:
+    def _expert(self, expert: int) -> Tensor:
+        """Read one expert's rows in the target's order. The last one is kept: its parts are asked for in a row."""
+        if self._last is None or self._last[0] != expert:
+            self._last = None  # free the memory before it is needed
             if self._stacked.flat:
-                rows = self._reader.shape(name)[0] // self._stacked.flat
-                found = self._reader.read(name, (slice(expert * rows, (expert + 1) * rows),))
+                rows = self._source.shape[0] // self._stacked.flat
+                matrix = self._source.read((slice(expert * rows, (expert + 1) * rows),))
             else:
-                found = self._reader.read(name, (slice(expert, expert + 1),))[0]
-            found = found.t() if self._stacked.transposed else found
+                matrix = self._source.read((slice(expert, expert + 1),))[0]
+            matrix = matrix.t() if self._stacked.transposed else matrix
             if self._stacked.interleaved:
-                found = torch.cat([found[0::2], found[1::2]])
-            self._kept = name, expert, found
-        assert self._kept[2] is not None
-        return self._kept[2]
+                matrix = torch.cat([matrix[0::2], matrix[1::2]])
+            self._last = expert, matrix
+        return self._last[1]
 
 
-def sliced(stacked: StackedExperts, target: Tensor, shape: tuple[int, ...]) -> Tensor:
+def sliced(stacked: StackedExperts, target: Tensor, shape: Shape) -> Tensor:
     """The source of `shape` that makes the tall matrix `target`: a view of it if only the shapes differ."""
     if stacked.flat:
         each = (stacked.flat, shape[0] // stacked.flat, *shape[1:])
         return sliced(replace(stacked, flat=0), target, each).flatten(0, 1)
     rows = shape[2] if stacked.transposed else shape[1]
-    found = target.view(shape[0], rows, *target.shape[1:])
+    source = target.view(shape[0], rows, *target.shape[1:])
     if stacked.interleaved:
-        found = found.unflatten(1, (2, rows // 2)).transpose(1, 2).flatten(1, 2)
-    return found.transpose(1, 2).contiguous() if stacked.transposed else found
+        source = source.unflatten(1, (2, rows // 2)).transpose(1, 2).flatten(1, 2)
+    return source.transpose(1, 2).contiguous() if stacked.transposed else source
 
 
 def _runs(start: int, stop: int, rows: int) -> list[tuple[int, slice]]:

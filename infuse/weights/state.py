@@ -21,10 +21,9 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
-from infuse.quant.format import BUFFERS
 from infuse.weights.fill import filled, quantized, source_tensors
+from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
-from infuse.weights.reader import Coded, Slices, place_of
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
@@ -34,12 +33,14 @@ _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
 class Original:
     """The replaced module at `path`: `shapes` of its tensors by its own names, and the fills made from them.
 
+    `stored`: the names of each target in our module's own state dict; a quantized weight has several, codes first.
     `dequantized` is set while quantized weights may be saved in `dtype`. It maps the address of their codes to the
     dequantized tensors, so that tied weights stay tied.
     """
 
     path: str
     fills: tuple[Fill, ...]
+    stored: Mapping[str, tuple[str, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     bodies: Mapping[str, str]
@@ -48,7 +49,7 @@ class Original:
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
         """State-dict hook: replace our tensors in `state` with the original's."""
         self._refuse_parts("A state dict")
-        if any(_stored(fill)[0] not in self.shapes for fill in self.fills):
+        if any(self.stored[fill.target][0] not in self.shapes for fill in self.fills):
             _refuse_offloading()
         made: dict[str, Tensor] = {}
         for fill in self.fills:
@@ -59,12 +60,12 @@ class Original:
 
     def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
         """Pop the target of `fill` from `state`; None if another module has replaced the one that held it."""
-        names = _stored(fill)
+        names = self.stored[fill.target]
         if prefix + names[0] not in state:
             return None
-        found, *_ = [state.pop(prefix + name, None) for name in names]
+        target, *_ = [state.pop(prefix + name, None) for name in names]
         if fill.format is None:
-            return found
+            return target
         if self.dequantized is None:
             raise UnsupportedCall(
                 f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have "
@@ -73,7 +74,7 @@ class Original:
                 "that they have: `with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
             )
         place, _ = place_of(module, fill.target)
-        address = place.data.data_ptr()
+        address = next(place.buffers(recurse=False)).data_ptr()
         value = self.dequantized.get(address)
         if value is None:
             value = self.dequantized[address] = self._values(place)
@@ -93,8 +94,7 @@ class Original:
         given = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
         for name, wanted in self.shapes.items():
             if name in given and tuple(given[name].shape) != wanted:
-                found = given.pop(name)
-                shapes = f"the given shape is {tuple(found.shape)}, the model's is {wanted}"
+                shapes = f"the given shape is {tuple(given.pop(name).shape)}, the model's is {wanted}"
                 errors.append(f"size mismatch for {prefix}{name}: {shapes}.")
             elif name not in given and not self._is_given_as_ours(name, state, prefix):
                 missing.append(prefix + name)
@@ -110,32 +110,33 @@ class Original:
         """Put the target of `fill` into `state`; sources that are not given keep the module's current values."""
         place, _ = place_of(module, fill.target)
         if any(name not in given for name in fill.sources):
-            held = module.get_parameter(fill.target) if fill.format is None else self._values(place)
-            given = {**source_tensors(fill, held, self.shapes), **given}
+            target = module.get_parameter(fill.target) if fill.format is None else self._values(place)
+            given = {**source_tensors(fill, target, self.shapes), **given}
         if fill.format is None:
-            state[prefix + fill.target] = filled(fill, _Given(given, None), None)
+            state[prefix + fill.target] = filled(fill, _in_memory(given, None), None)
             return
         before = dict(place._buffers)
         quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
-        place.hold(quantized(fill, _Given(given, place.data.device), quantize, place.part_rows))
-        for name in BUFFERS:  # reuse the memory: tied embeddings and CUDA graphs refer to it
-            old, new = before[name], place._buffers[name]
+        device = next(buffer.device for buffer in place.buffers(recurse=False))
+        place.hold(quantized(fill, _in_memory(given, device), quantize, place.part_rows))
+        for name, old in before.items():  # reuse the memory: tied embeddings and CUDA graphs refer to it
+            new = place._buffers[name]
             if old is not None and new is not None and old.shape == new.shape:
                 place._buffers[name] = old.copy_(new)
         self._keep(fill, module, state, prefix)
 
     def _keep(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
         """Put the module's current target of `fill` into `state` unless it is already present."""
-        for name in _stored(fill):
+        for name in self.stored[fill.target]:
             place, leaf = place_of(module, name)
-            held = place._parameters.get(leaf, place._buffers.get(leaf))
-            if held is not None:
-                state.setdefault(prefix + name, held.detach())
+            tensor = place._parameters.get(leaf, place._buffers.get(leaf))
+            if tensor is not None:
+                state.setdefault(prefix + name, tensor.detach())
 
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
         """True if `state` has, under our own name, the target made from `name`."""
         fill = next(fill for fill in self.fills if name in fill.sources)
-        return prefix + _stored(fill)[0] in state
+        return prefix + self.stored[fill.target][0] in state
 
     def _refuse_parts(self, what: str) -> None:
         if any(fill.cut is not None for fill in self.fills):
@@ -146,10 +147,11 @@ class Original:
             )
 
 
-def _stored(fill: Fill) -> tuple[str, ...]:
-    """Names of the target in our module's own state dict; a quantized weight has several, codes first."""
-    owner = fill.target.rpartition(".")[0]
-    return (fill.target,) if fill.format is None else tuple(named(owner, leaf) for leaf in BUFFERS)
+def _stored(fill: Fill, module: nn.Module) -> tuple[str, ...]:
+    if fill.format is None:
+        return (fill.target,)
+    place, _ = place_of(module, fill.target)
+    return tuple(named(fill.target.rpartition(".")[0], leaf) for leaf in place._buffers)
 
 
 def _refuse_offloading() -> None:
@@ -167,22 +169,14 @@ def _refuse_offloading() -> None:
         )
 
 
-class _Given:
-    """Read tensors that are in memory."""
+def _in_memory(tensors: Mapping[str, Tensor], device: torch.device | None) -> Lookup:
+    """Look up tensors of a state dict; `device`: where they are needed."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None):
-        self._tensors, self._device = tensors, device
+    def lookup(name: str) -> LazyTensor:
+        tensor = InMemory(tensors[name].detach())
+        return tensor if device is None else OnDevice(tensor, device)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def read(self, name: str, part: Slices = ()) -> Tensor:
-        found = self._tensors[name].detach()
-        found = found[part] if part else found
-        return found if self._device is None else found.to(self._device)
-
-    def coded(self, name: str) -> Coded | None:
-        return None
+    return lookup
 
 
 def keep_names(
@@ -193,10 +187,12 @@ def keep_names(
 
     Each hook is set by `put(mapping, key, value)`, so that the caller can undo it.
     """
-    held = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
-    saved = tuple(fill for fill in fills if all(name in held for name in fill.sources))
+    shapes = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
+    saved = tuple(fill for fill in fills if all(name in shapes for name in fill.sources))
     sources = {name for fill in saved for name in fill.sources}
-    original = Original(path, saved, {name: shape for name, shape in held.items() if name in sources}, dtype, bodies)
+    stored = {fill.target: _stored(fill, new) for fill in saved}
+    shapes = {name: shape for name, shape in shapes.items() if name in sources}
+    original = Original(path, saved, stored, shapes, dtype, bodies)
     handle = new.register_load_state_dict_pre_hook(original.load)
     put(new._load_state_dict_pre_hooks, _KEY, new._load_state_dict_pre_hooks.pop(handle.id))
     put(new._state_dict_hooks, _KEY, original.save)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.weights.reader import Slices, Stored
+from infuse.weights.lazy import Slices, Stored
 
 _INNER = ("module", "model", "state_dict")  # keys under which training checkpoints keep the model's tensors
 # Bytes read before the file is remapped: pages stay resident until then. Remapping takes about a millisecond.

@@ -161,5 +161,7 @@ def test_ranks_of_experts_shard_and_generate_what_one_process_generates(mixture,
     wanted = run("generate", mixture, *GENERATE)[0]
     out, err = command("shard", mixture, tmp_path, "--dtype", "float32", "--tp", 2, "--ep", 2)
     assert "rank 0 of 4" in out and "refused" not in err and len(list(tmp_path.glob("*.safetensors"))) == 4
-    for options in (("--ep", 2), ("--tp", 2), ()):
+    for options in (("--tp", 2, "--ep", 2), ()):
         assert command("generate", tmp_path, *GENERATE, *options)[0] == wanted
+    _, err = command("generate", tmp_path, *GENERATE, "--ep", 2, code=1)
+    assert "saved by its inputs and by experts, needed by its outputs" in err and "infuse shard MODEL_DIR OUT" in err

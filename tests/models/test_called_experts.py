@@ -19,7 +19,7 @@ from infuse.layers.called_experts import CALLED
 from infuse.layers.experts import Experts
 from infuse.parallel.mesh import Mesh
 from infuse.weights.fill import fill_module
-from infuse.weights.reader import LiveReader
+from infuse.weights.lazy import live
 from tests.models.families import Family
 from tests.models.mixtures import FOUR_EXPERTS, NOT_ROUTED, SEQ2SEQ
 from tests.support.ranks import Ranks, same
@@ -153,7 +153,7 @@ def test_the_parts_of_ranks_add_up(name: str, mesh: Mesh) -> None:
             assert isinstance(part.shape, ExpertsShape)
             new = CALLED[part.shape.call](part.shape, {}, {})
             new.num_experts = 4
-            fill_module(new, part.fills, LiveReader(experts), torch.float32, {})
+            fill_module(new, part.fills, live(experts), torch.float32, {})
             found += new(*call)
     assert_near(found, wanted)
 

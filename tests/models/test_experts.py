@@ -23,7 +23,7 @@ from infuse.errors import CheckpointError, ConfigError, SpecMismatch, Unsupporte
 from infuse.layers.experts import Experts
 from infuse.ops import REFERENCE
 from infuse.weights.fill import fill_module, source_tensors
-from infuse.weights.reader import LiveReader
+from infuse.weights.lazy import live
 from infuse.weights.safetensors_file import SafetensorsFile
 from tests.models.every_architecture import architectures, first_output, tiny_model
 from tests.models.experts import LEFT, classes, made
@@ -42,7 +42,7 @@ def test_every_class_of_experts(name: str) -> None:
     bound = bind_experts(experts, nn.Module())
     new = Experts(bound.shape, {}, {})
     with torch.no_grad():
-        fill_module(new, bound.fills, LiveReader(experts), torch.float32, {})
+        fill_module(new, bound.fills, live(experts), torch.float32, {})
     x, index = torch.randn(9, 24), torch.rand(9, 5).argsort(dim=1)[:, :2]
     given = x, index, torch.rand(9, 2)
     with torch.no_grad():

@@ -38,7 +38,7 @@ from infuse.routing import (
     WIDENED,
 )
 from infuse.weights.fill import fill_module
-from infuse.weights.reader import LiveReader
+from infuse.weights.lazy import live
 
 HIDDEN, TOKENS = 32, 33
 BIAS = "mlp.gate.e_score_correction_bias"
@@ -154,7 +154,7 @@ def ours(layer: nn.Module, rule: Router, experts: int, dtype: torch.dtype, **cha
     assert not binder.differences and not binder.unclaimed()
     made = nn.Module()
     made.router = RouterLayer(shape)
-    fill_module(made, binder.fills, LiveReader(layer), dtype, {})
+    fill_module(made, binder.fills, live(layer), dtype, {})
     return made.router
 
 

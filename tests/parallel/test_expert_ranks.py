@@ -17,7 +17,7 @@ from infuse.parallel.join import AskedRanks, join
 from infuse.parallel.mesh import Mesh
 from infuse.plan.experts import share_text
 from infuse.weights.fill import fill_module
-from infuse.weights.reader import LiveReader
+from infuse.weights.lazy import live
 from tests.models.experts import LEFT, classes, made
 from tests.models.families import BY_NAME
 from tests.models.mixtures import OVER_RANKS
@@ -162,7 +162,7 @@ def test_the_parts_of_ranks_add_up(number: int, name: str) -> None:
             for part in parts:
                 assert isinstance(part.shape, ExpertsShape)
                 new = Experts(part.shape, {}, {})
-                fill_module(new, part.fills, LiveReader(experts), torch.float32, {})
+                fill_module(new, part.fills, live(experts), torch.float32, {})
                 found += new(x, index, weights)
                 held += sum(parameter.numel() for parameter in new.parameters())
             torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infuse
-from infuse.parallel.slices import Cut, Tiling
+from infuse.parallel.slices import Band, Cut, Tiling, bands_of
 from infuse.weights.names import placed
 from tests.models.mixtures import OVER_RANKS
 from tests.support.ranks import Ranks, same
@@ -100,15 +100,21 @@ def loads(name: str, way: str, folder: str, more: dict[str, Any]) -> tuple[Tenso
         return engine(given()).logits, [key for key in found if not torch.equal(found[key], wanted[key])]
 
 
-# Every way to read of what both divide and slice, and what each of the others wrote read by both.
+# The same ranks as saved, one rank, and ranks that share experts along the same axis.
 DEGREES = [
-    *(("mixtral", "both", reader, {"quant": "int8:8"}) for reader in ("both", "one", "experts", "width", "within")),
-    ("mixtral", "one", "both", {}), ("qwen2_moe", "experts", "both", {}), ("gpt_oss", "width", "both", {}),
+    *(("mixtral", "both", reader, {"quant": "int8:8"}) for reader in ("both", "one")),
+    ("mixtral", "one", "both", {}), ("mixtral", "one", "width", {"quant": "int4:8:asymmetric"}),
     ("gpt_oss", "both", "both", {"quant": "int4:8"}), ("gpt_oss", "both", "one", {"quant": "int4:8"}),
     ("gpt_oss", "width", "width", {}), ("gpt_oss", "width", "one", {}), ("mixtral", "within", "experts", {}),
     ("mixtral", "experts", "experts", {"quant": "int8:8"}), ("mixtral", "experts", "one", {"quant": "int8:8"}),
-    ("mixtral", "experts", "width", {"quant": "int8:8"}), ("mixtral", "three", "both", {"quant": "int4:8:asymmetric"}),
+    ("qwen2_moe", "three", "experts", {}), ("mixtral", "three", "one", {"quant": "int4:8:asymmetric"}),
 ]  # fmt: skip
+ACROSS = [
+    *(("mixtral", "both", reader, {"quant": "int8:8"}) for reader in ("experts", "width", "within")),
+    ("qwen2_moe", "experts", "both", {}), ("gpt_oss", "width", "both", {}),
+    ("mixtral", "experts", "width", {"quant": "int8:8"}), ("mixtral", "width", "experts", {}),
+]  # fmt: skip
+AXES = {"experts": "its outputs", "within": "its outputs", "width": "its inputs", "both": "its inputs and by experts"}
 
 
 @pytest.mark.parametrize(("name", "writer", "reader", "keys"), DEGREES, ids=str)
@@ -130,6 +136,20 @@ def test_shards_are_read_by_other_ranks_than_wrote_them(
         assert (found - saved[0]).abs().max() / saved[0].square().mean().sqrt() < TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "writer", "reader", "keys"), ACROSS, ids=str)
+def test_shards_are_not_read_along_another_axis(
+    name: str, writer: str, reader: str, keys: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(WAYS[writer][0], saves, name, writer, str(tmp_path), keys)
+    down = f"experts.down.weight: saved by {AXES[writer]}, needed by {AXES[reader]}"
+    for error in ranks.run_expecting_errors(WAYS[reader][0], loads, name, reader, str(tmp_path), keys):
+        assert isinstance(error, infuse.InfuseError)
+        told = str(error)
+        assert told.count(down) == 3, told
+        assert f"the shards of {WAYS[writer][0]} ranks cannot be read by rank" in told
+        assert "shard the model again for so many ranks (`infuse shard" in told and "save_mp_checkpoint_path" in told
+
+
 def test_slices_with_a_scale_for_each_row_are_not_merged(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(4, saves, "mixtral", "both", str(tmp_path), {"quant": "int8:row"})
     with pytest.raises(infuse.CheckpointError, match="inputs of 2 ranks, each with a scale for its rows, would be mer"):
@@ -138,18 +158,20 @@ def test_slices_with_a_scale_for_each_row_are_not_merged(ranks: Ranks, tmp_path:
 
 def test_an_index_of_parts_that_are_no_matrix_is_refused() -> None:
     whole = [Cut(1, (half,), (8,), rows) for rows in ((0, 6), (6, 9)) for half in ((0, 4), (4, 8))]
-    tiling = Tiling.of(whole)
-    assert (tiling.length, tiling.width, tiling.bands) == (16, 8, ((0, 6), (6, 9)))
-    assert tiling.parts == (((0, 4),), ((4, 8),), ((8, 12),), ((12, 16),))
+    bands = bands_of(whole)
+    assert bands == (
+        Band((0, 6), Tiling(1, 8, (((0, 4),), ((4, 8),), (), ()))),
+        Band((6, 9), Tiling(1, 8, ((), (), ((0, 4),), ((4, 8),)))),
+    )
     for cuts, told in (
-        (whole[:3], "position 12 of 16 is on no rank"),
+        (whole[:3], "position 4 of 8 is on no rank"),
         (whole[2:], "rows .* do not follow each other"),
         ([*whole[:2], Cut(1, ((0, 8),), (8,), (5, 9))], "do not follow"),
         ([*whole[:3], replace(whole[3], rows=None)], "not cut alike"),
         ([*whole[:3], replace(whole[3], sizes=(9,))], "not cut alike"),
     ):
         with pytest.raises(ValueError, match=told):
-            Tiling.of(cuts)
+            bands_of(cuts)
 
 
 def dies() -> None:

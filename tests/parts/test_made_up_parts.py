@@ -1,6 +1,7 @@
 """Parts that live in tests/parts alone go everywhere: plan, proof, formats, ranks, shards, caches, ways of decoding.
 
-A latent attention, a third branch over an encoder's states, and a recurrence in place of attention in some layers.
+A latent attention, a third branch over an encoder's states, a recurrence in place of attention in some layers, and a
+number format with scales of scales.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import infuse
 from infuse import architectures
@@ -29,7 +30,10 @@ from infuse.layers.cache import KVCache
 from infuse.layers.linear import QuantizedLinear
 from infuse.layers.slot import KVSlot, StateSlot
 from infuse.plan.bytes import parameter_bytes
-from tests.parts import cross, latent, recurrent
+from infuse.quant import parse
+from infuse.quant.parse import quant_format
+from tests.models.families import BY_NAME
+from tests.parts import cross, latent, nested, recurrent
 from tests.parts.made_up import HIDDEN, LAYERS, made_up
 from tests.support.ranks import Ranks
 
@@ -311,3 +315,173 @@ def test_quantized_shards_are_read_back_bit_for_bit(family: MadeUp, tmp_path: Pa
     saved = infer(family.make(), quant="int8", save_mp_checkpoint_path=str(tmp_path))
     read = infer(family.make().to("meta"), checkpoint=str(tmp_path))
     assert torch.equal(logits(read, family), logits(saved, family))
+
+
+# ---- a number format
+
+
+@pytest.fixture
+def format() -> Iterator[nested.NestedFormat]:
+    take_back = parse.register(nested.NAME, nested.parse)
+    yield nested.parse(())
+    take_back()
+
+
+def plain_llama(**more: Any) -> Any:
+    sizes = dict(hidden_size=512, intermediate_size=512, num_hidden_layers=2)
+    return BY_NAME["llama"].make(**{**sizes, **more})
+
+
+def in_nested(**keys: Any) -> infuse.InferenceEngine:
+    return infer(plain_llama(), quant=nested.NAME, **keys)
+
+
+def rounded(engine: infuse.InferenceEngine) -> Any:
+    """The original with every weight that the plan quantizes rounded to its format."""
+    model = plain_llama()
+    for step in engine.plan.steps:
+        for fill in (fill for fill in step.fills if fill.format):
+            for source in fill.sources:
+                weight = model.get_submodule(step.path).get_parameter(source)
+                with torch.no_grad():
+                    weight.copy_(quant_format(fill.format).dequantize(quant_format(fill.format).quantize(weight)))
+    return model
+
+
+@torch.no_grad()
+def plain_logits(model: Any) -> Tensor:
+    return model(input_ids=ids()).logits
+
+
+def buffers_of(engine: infuse.InferenceEngine) -> dict[str, Tensor]:
+    """All tensors of quantized linears, as their formats define them."""
+    linears = {name: part for name, part in engine.module.named_modules() if isinstance(part, QuantizedLinear)}
+    return {f"{name}.{leaf}": one for name, part in linears.items() for leaf, one in part.held().tensors.items()}
+
+
+def test_a_format_stores_what_it_says(format: nested.NestedFormat) -> None:
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    stored = format.quantize(weight)
+    error = float((format.dequantize(stored) - weight).norm() / weight.norm())
+    assert abs(error / format.expected_error - 1) < 0.02
+    assert stored.nbytes == format.nbytes(1024, 1024) == 1024 * 1024 * 4.25 / 8 and format.unit(1024) == nested.BLOCK
+    read = nested.from_file(nested.to_file(stored))
+    assert all(torch.equal(read.tensors[name], stored.tensors[name]) for name in format.names)
+    assert not bool(format.dequantize(format.quantize(torch.zeros(2, 256))).any())
+
+
+def test_a_format_is_registered_and_taken_back() -> None:
+    with pytest.raises(infuse.ConfigError, match="unknown quantization format 'nested'"):
+        infuse.plan(plain_llama(), quant=nested.NAME)
+    for name in ("int4", "Nested", "nested:2"):
+        with pytest.raises(ValueError, match="cannot be called"):
+            parse.register(name, nested.parse)
+    take_back = parse.register(nested.NAME, nested.parse)
+    with pytest.raises(infuse.ConfigError, match="mxfp4, nested"):
+        quant_format("int3")
+    with pytest.raises(infuse.ConfigError, match="nested has no options; found 64"):
+        infuse.plan(plain_llama(), quant="nested:64")
+    assert "nested" in str(infuse.plan(plain_llama(), quant={"weight": {"post_init_quant": {"mlp": "nested"}}}))
+    take_back()
+    with pytest.raises(infuse.ConfigError, match="unknown quantization format"):
+        quant_format(nested.NAME)
+
+
+def test_a_quantized_model_is_proven_and_the_plan_tells_the_format(format: nested.NestedFormat) -> None:
+    engine = in_nested()
+    exact = plain_llama()
+    blocks = [step for step in engine.plan.steps if step.path.startswith("model.layers.")]
+    assert [set(step.formats.values()) for step in blocks] == [{nested.NAME}] * 2
+    assert "nested 835.6 kB" in str(engine.plan) and "int8 50.7 kB" in str(engine.plan)
+    assert "nested: there is no kernel for it yet" in str(engine.plan)
+    assert engine.plan.after_bytes == parameter_bytes(engine.module) < engine.plan.before_bytes / 4
+    close(plain_logits(engine), plain_logits(rounded(engine)))
+    formats = [quant_format(one) for step in engine.plan.steps for one in step.formats.values()]
+    close(plain_logits(engine), plain_logits(exact), sum(one.proof_tolerance**2 for one in formats) ** 0.5)
+
+
+def test_widths_that_a_format_does_not_fit_are_left(format: nested.NestedFormat) -> None:
+    plan = infuse.plan(plain_llama(intermediate_size=384), quant=nested.NAME, dtype="fp32")
+    assert "mlp.down.weight: in torch.float32: nested: blocks of 256 do not divide 384 inputs" in str(plan)
+
+
+@pytest.mark.parametrize("how", [
+    dict(do_sample=False), dict(do_sample=False, num_beams=3), dict(do_sample=True, top_k=5),
+    dict(do_sample=False, cache_implementation="static", disable_compile=True),
+    dict(do_sample=False, prompt_lookup_num_tokens=3),
+], ids=str)  # fmt: skip
+def test_answers_are_those_of_the_rounded_model(format: nested.NestedFormat, how: dict[str, Any]) -> None:
+    engine, tokens = in_nested(), []
+    prompt = ids(1, 5).repeat(1, 4) if "prompt_lookup_num_tokens" in how else ids()
+    for model in (rounded(engine), engine):
+        torch.manual_seed(5)
+        tokens.append(model.generate(prompt, max_new_tokens=8, **how))
+    assert torch.equal(*tokens)
+
+
+def test_continuous_batches_of_the_quantized_model(format: nested.NestedFormat) -> None:
+    engine, requests = in_nested(), [[5, 6, 7, 8], [20], [5, 6, 7, 8, 9]]
+    settings = GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0, do_sample=False)
+    room = ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=16)
+    found = engine.generate_batch(requests, generation_config=settings, continuous_batching_config=room)
+    exact = rounded(engine)
+    for prompt, one in zip(requests, found.values(), strict=True):
+        wanted = exact.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
+        assert one.error is None and one.generated_tokens == wanted[0, len(prompt) :].tolist()
+
+
+def test_hidden_states_of_the_quantized_model(format: nested.NestedFormat) -> None:
+    engine = in_nested()
+    with torch.no_grad():
+        outs = [model(ids(), output_hidden_states=True) for model in (rounded(engine), engine)]
+    for wanted, found in zip(*(out.hidden_states for out in outs), strict=True):
+        close(found, wanted)
+
+
+def test_the_state_dict_is_dequantized_and_quantized_again(format: nested.NestedFormat) -> None:
+    engine = in_nested()
+    wanted = rounded(engine).state_dict()
+    with pytest.raises(infuse.UnsupportedCall, match=r"the weights are quantized \(nested\)"):
+        engine.module.state_dict()
+    with infuse.dequantized(engine.module):
+        found = engine.module.state_dict()
+    assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    engine.module.load_state_dict({name: tensor * 2 for name, tensor in plain_llama().state_dict().items()})
+    with infuse.dequantized(engine.module):
+        doubled = engine.module.state_dict()
+    assert all(torch.equal(doubled[name], wanted[name] * 2) for name in wanted if name.endswith("proj.weight"))
+
+
+def test_copies_and_pickles_of_the_quantized_model(format: nested.NestedFormat) -> None:
+    engine = in_nested()
+    for made in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        assert torch.equal(plain_logits(made), plain_logits(engine))
+
+
+def in_nested_on_rank(keys: dict[str, Any]) -> tuple[Tensor, Tensor, str]:
+    take_back = parse.register(nested.NAME, nested.parse)
+    try:
+        engine = in_nested(tensor_parallel={"tp_size": 2}, **keys)
+        tokens = engine.generate(ids(), max_new_tokens=5, do_sample=False)
+        return plain_logits(engine), tokens, str(engine.plan)
+    finally:
+        take_back()
+
+
+def test_two_ranks_of_the_quantized_model_and_their_shards(
+    format: nested.NestedFormat, ranks: Ranks, tmp_path: Path
+) -> None:
+    alone = in_nested()
+    answer = alone.generate(ids(), max_new_tokens=5, do_sample=False)
+    for found, tokens, text in ranks.run(2, in_nested_on_rank, {"save_mp_checkpoint_path": str(tmp_path)}):
+        assert "nested 417.8 kB" in text and "refused" not in text
+        close(found, plain_logits(alone))
+        assert torch.equal(tokens, answer)
+    read, wanted = buffers_of(infer(plain_llama().to("meta"), checkpoint=str(tmp_path))), buffers_of(alone)
+    assert [*read] == [*wanted] and all(torch.equal(read[name], wanted[name]) for name in wanted)
+
+
+def test_shards_of_the_quantized_model_are_read_back_bit_for_bit(format: nested.NestedFormat, tmp_path: Path) -> None:
+    saved = in_nested(save_mp_checkpoint_path=str(tmp_path))
+    read, wanted = buffers_of(infer(plain_llama().to("meta"), checkpoint=str(tmp_path))), buffers_of(saved)
+    assert [*read] == [*wanted] and all(torch.equal(read[name], wanted[name]) for name in wanted)

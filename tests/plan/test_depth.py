@@ -123,10 +123,10 @@ def test_the_engine_warns_of_blocks_though_linears_took_their_place(
 
 
 def test_a_wrong_body_for_quantized_weights_is_refused(no_other_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(x: Tensor, data: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-        return registered()["quantized_linear"].reference(
-            x, data, scale.roll(1, -1), *rest
-        )  # each group has its neighbour's scale
+    def body(x: Tensor, buffers: list[Tensor], *rest: Any) -> Tensor:
+        data, scale = buffers
+        each_its_neighbours = [data, scale.roll(1, -1)]
+        return registered()["quantized_linear"].reference(x, each_its_neighbours, *rest)
 
     model = BY_NAME["llama"].make()
     monkeypatch.setitem(registered()["quantized_linear"].bodies, "cpu", Body("cpu", body, lambda device, dtype: None))

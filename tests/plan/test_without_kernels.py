@@ -18,9 +18,9 @@ from infuse.device import Device
 from infuse.layers.linear import QuantizedLinear
 from infuse.ops import HELD, registered
 from infuse.plan.bytes import parameter_bytes
-from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME
+from tests.support.tolerance import assert_same_buffers
 
 FORMATS = ("int8", "int8:row", "int8:64:asymmetric", "int4", "int4:row:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
 IDS = torch.arange(3, 12)[None]
@@ -55,16 +55,16 @@ def test_codes_come_back_from_their_values(text: str, body: str) -> None:
     layout = registered()["quantized_linear"].bodies[body].layout
     quantized = quant_format(text).quantize(weight)
     held = layout.prepare(quantized)
-    assert held.data.dtype == HELD[body] and torch.equal(held.data, quantized.format.dequantize(quantized, HELD[body]))
+    assert torch.equal(held.tensors["data"], quantized.format.dequantize(quantized, HELD[body]))
     back = layout.restore(held)
-    assert torch.equal(back.data, quantized.data) and torch.equal(back.scale, quantized.scale)
+    assert_same_buffers(back, quantized)
 
 
 def test_a_weight_whose_codes_would_be_lost_is_left_to_the_reference() -> None:
     quantized = quant_format("int8").quantize(torch.randn(2, 64) * 1e-9)  # float16 has no such small numbers
     assert registered()["quantized_linear"].bodies["dequantized_float16"].layout.prepare(quantized) is None
     layer = QuantizedLinear(64, 2, False, "int8", {"quantized_linear": "dequantized_float16"})
-    layer.hold([QuantizedWeight(quantized.data, quantized.scale, None, (2, 64), quantized.format)])
+    layer.hold([quantized])
     assert not layer.prepared and layer.data.dtype == torch.int8
 
 
@@ -84,8 +84,9 @@ def test_held_in_the_dtype_of_the_plan(name: str, dtype: torch.dtype, no_kernels
     slow = infuse.init_inference(BY_NAME[name].make(), **keys)
     for layer in linears(slow.module):
         held = layer.held()
-        assert held.data.dtype == torch.int8
-        layer.data, layer.scale, layer._body = held.data, held.scale, registered()["quantized_linear"].reference
+        assert held.tensors["data"].dtype == torch.int8
+        layer._buffers.update(held.tensors)
+        layer._body = registered()["quantized_linear"].reference
         layer.prepared = False
     assert torch.allclose(found, logits(slow), rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2)
 

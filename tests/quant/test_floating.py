@@ -38,14 +38,13 @@ def grid(name: str) -> torch.Tensor:
 def held(codes: torch.Tensor, name: str, scale: float = 1.0) -> QuantizedWeight:
     """One row of codes with one scale, laid out by hand."""
     data = codes[None] if name == "fp8" else pack_fp6(codes[None])
-    return QuantizedWeight(
-        data, torch.full((1, 1), scale).bfloat16(), None, (1, len(codes)), quant_format(f"{name}:row")
-    )
+    scales = torch.full((1, 1), scale).bfloat16()
+    return QuantizedWeight.listed([data, scales], (1, len(codes)), quant_format(f"{name}:row"))
 
 
 def code_at(quantized: QuantizedWeight, row: int, column: int) -> int:
     """The code of one weight, read from the bytes as the layout says."""
-    data = quantized.data[row].tolist()
+    data = quantized.tensors["data"][row].tolist()
     if quantized.format.name == "fp8":
         return data[column]
     word = int.from_bytes(bytes(data[column // 4 * 3 : column // 4 * 3 + 3]), "little")
@@ -70,9 +69,9 @@ def test_values_on_the_grid_are_exact_and_their_codes_are_those_of_the_definitio
         quantized = quant_format(f"{name}:row").quantize(values[None] * step)
         assert torch.equal(quantized.format.dequantize(quantized), values[None] * step)
         for column, value in enumerate(values.tolist()):
-            assert value_of(code_at(quantized, 0, column), name) * float(quantized.scale) == value * step
+            assert value_of(code_at(quantized, 0, column), name) * float(quantized.tensors["scale"]) == value * step
     assert code_at(quantized, 0, len(values) - 1) == 0  # zero is never -0
-    assert not quant_format(f"{name}:row").quantize(torch.full((1, 4), -0.0)).data.any()
+    assert not quant_format(f"{name}:row").quantize(torch.full((1, 4), -0.0)).tensors["data"].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,7 +95,7 @@ def rounded(steps: torch.Tensor, name: str) -> torch.Tensor:
     row = torch.cat((steps, anchors))
     row = torch.nn.functional.pad(row, (0, -len(row) % 4))
     quantized = quant_format(f"{name}:row").quantize(row[None])
-    assert float(quantized.scale) == 1.0
+    assert float(quantized.tensors["scale"]) == 1.0
     return quantized.format.dequantize(quantized)[0, : len(steps)]
 
 
@@ -120,7 +119,7 @@ def test_every_value_comes_back_within_its_bound(name: str, data: st.DataObject)
     weight = data.draw(weights(8))
     quantized = quant_format(f"{name}:8").quantize(weight)
     _, mantissa, bias, _ = DEFINITIONS[name]
-    half_smallest = quantized.scale.float().repeat_interleave(8, dim=1) * 2.0 ** (1 - bias - mantissa) / 2
+    half_smallest = quantized.tensors["scale"].float().repeat_interleave(8, dim=1) * 2.0 ** (1 - bias - mantissa) / 2
     off = (weight - quantized.format.dequantize(quantized)).abs()
     assert (off <= torch.maximum(weight.abs() / 2 ** (mantissa + 1), half_smallest) * (1 + 1e-6)).all()
 
@@ -135,7 +134,7 @@ def test_layout_and_rounding_agree_with_the_definition(data: st.DataObject) -> N
     values = grid(name).double()
     for row in range(weight.shape[0]):
         for column in range(weight.shape[1]):
-            scale = float(quantized.scale[row, column // 4])
+            scale = float(quantized.tensors["scale"][row, column // 4])
             found = value_of(code_at(quantized, row, column), name)
             off = (values - float(weight[row, column]) / scale).abs()
             assert abs(found - float(weight[row, column]) / scale) <= float(off.min()) * (1 + 1e-6) + 1e-9

@@ -10,13 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infuse.errors import ConfigError
-from infuse.quant.format import ERROR_LENGTHS
+from infuse.quant.grouped import ERROR_LENGTHS
 from infuse.quant.integer import pack_int4, unpack_int4
 from infuse.quant.parse import quant_format
 from tests.support.round_trips import normal, relative_error, round_trip, weights
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
-KINDS = (*INTEGERS, "fp8:{}", "fp6:{}")
+FULL_RANGE = (*INTEGERS, "fp8:{}", "fp6:{}")
+KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
 
@@ -110,12 +111,12 @@ def test_only_floating_matrices(weight: torch.Tensor) -> None:
 def test_uncut_formats_are_off_by_half_a_step_at_most(kind: str, data: st.DataObject) -> None:
     weight = data.draw(weights(8))
     quantized = quant_format(kind.format(8)).quantize(weight)
-    half_step = quantized.scale.float().repeat_interleave(8, dim=1) / 2
+    half_step = quantized.tensors["scale"].float().repeat_interleave(8, dim=1) / 2
     off = (weight - quantized.format.dequantize(quantized)).abs()
     assert (off <= half_step * (1 + 1e-4)).all()  # 1e-4: 255 steps in float32 are themselves rounded
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FULL_RANGE)
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_a_second_quantization_changes_nothing(kind: str, data: st.DataObject) -> None:
@@ -135,16 +136,17 @@ def test_values_on_the_grid_are_exact(kind: str) -> None:
 
 
 def test_symmetric_int8_has_no_minus_128() -> None:
-    assert quant_format("int8:16").quantize(-normal(4096, 16).abs()).data.min() == -127
+    assert quant_format("int8:16").quantize(-normal(4096, 16).abs()).tensors["data"].min() == -127
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shard_of_rows_or_groups_is_the_shard_of_the_codes(kind: str) -> None:
     weight, format = normal(300, 1024), quant_format(kind.format(64))
     whole, rows, groups = format.quantize(weight), format.quantize(weight[100:200]), format.quantize(weight[:, 512:])
-    assert torch.equal(whole.data[100:200], rows.data) and torch.equal(whole.scale[100:200], rows.scale)
-    assert torch.equal(whole.data[:, whole.data.shape[1] // 2 :], groups.data) and torch.equal(
-        whole.scale[:, 8:], groups.scale
+    data, scale = whole.tensors["data"], whole.tensors["scale"]
+    assert torch.equal(data[100:200], rows.tensors["data"]) and torch.equal(scale[100:200], rows.tensors["scale"])
+    assert torch.equal(data[:, data.shape[1] // 2 :], groups.tensors["data"]) and torch.equal(
+        scale[:, 8:], groups.tensors["scale"]
     )
 
 
@@ -164,14 +166,15 @@ def test_the_formula_of_the_layout() -> None:
     for text, unit in (("int8:4:asymmetric", 1.0), ("int4:4:asymmetric", 1 / 16), ("int8:4", 1.0), ("int4:4", 1.0)):
         quantized = quant_format(text).quantize(normal(2, 8) + 0.7)
         values = quantized.format.dequantize(quantized)
+        data, scale, *zeros = quantized.tensors.values()
         for row in range(2):
             for column in range(8):
                 if text.startswith("int8"):
-                    code = quantized.data[row, column].item()
+                    code = data[row, column].item()
                 else:
-                    code = (int(quantized.data[row, column // 2]) >> 4 * (column % 2) & 15) - 8
-                zero = 0 if quantized.zero is None else quantized.zero[row, column // 4].item() * unit
-                assert values[row, column].item() == quantized.scale[row, column // 4].item() * (code - zero)
+                    code = (int(data[row, column // 2]) >> 4 * (column % 2) & 15) - 8
+                zero = zeros[0][row, column // 4].item() * unit if zeros else 0
+                assert values[row, column].item() == scale[row, column // 4].item() * (code - zero)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -180,15 +183,13 @@ def test_bytes_shapes_and_meta(text: str, rows: int, columns: int) -> None:
     format, weight = quant_format(text), normal(rows, columns)
     quantized, planned = format.quantize(weight), format.quantize(weight.to("meta"))
     assert quantized.nbytes == planned.nbytes == format.nbytes(rows, columns)
-    assert quantized.shape == (rows, columns) and quantized.format is format and quantized.scale.dtype == torch.bfloat16
-    for real, meta in (
-        (quantized.data, planned.data),
-        (quantized.scale, planned.scale),
-        (quantized.zero, planned.zero),
+    assert quantized.shape == (rows, columns) and quantized.format is format
+    assert [*quantized.tensors] == [*planned.tensors] == [buffer.name for buffer in format.buffers(columns)]
+    for buffer, real, meta in zip(
+        format.buffers(columns), quantized.tensors.values(), planned.tensors.values(), strict=True
     ):
-        assert (real is None) == (meta is None)
-        if real is not None and meta is not None:
-            assert meta.is_meta and real.shape == meta.shape and real.dtype == meta.dtype
+        assert meta.is_meta and real.shape == meta.shape == (rows, buffer.width(columns))
+        assert real.dtype == meta.dtype == buffer.dtype
     assert format.dequantize(planned, torch.bfloat16).is_meta
     assert format.dequantize(quantized, torch.bfloat16).shape == (rows, columns)
 

@@ -33,7 +33,7 @@ def test_published_weights_keep_their_values() -> None:
     again = MXFP4.quantize(values)
     assert torch.equal(MXFP4.dequantize(again), values)
     extremes = from_blocks(blocks[:1, :2], torch.tensor([[0, 254]], dtype=torch.uint8))
-    assert extremes.scale.double().tolist() == [[2.0**-127, 2.0**127]]
+    assert extremes.tensors["scale"].double().tolist() == [[2.0**-127, 2.0**127]]
     exponents[1, 1] = 255
     with pytest.raises(ConfigError, match="255"):
         from_blocks(blocks, exponents)
@@ -44,7 +44,7 @@ def test_rounds_to_nearest_with_ties_to_even_and_saturates() -> None:
     row[0, :10] = torch.tensor([6, 0.25, 0.26, 0.75, 0.74, 1.75, -2.5, -3.5, -0.2, 5])
     wanted = [6, 0, 0.5, 1, 0.5, 2, -2, -4, 0, 4]
     assert MXFP4.dequantize(MXFP4.quantize(row))[0, :10].tolist() == wanted
-    assert not bool((MXFP4.quantize(torch.full((1, BLOCK), -1e-9)).data == 0x88).any())  # never -0
+    assert not bool((MXFP4.quantize(torch.full((1, BLOCK), -1e-9)).tensors["data"] == 0x88).any())  # never -0
 
 
 def test_no_power_of_two_is_better_and_the_error_is_as_told() -> None:
@@ -70,9 +70,9 @@ def test_panels_hold_all_codes() -> None:
     blocks, exponents, _ = published(35, 2)
     held = from_blocks(blocks, torch.full_like(exponents, 127))
     panels = PANELS.prepare(held)
-    assert panels is not None and torch.equal(PANELS.restore(panels).data, held.data)
+    assert panels is not None and torch.equal(PANELS.restore(panels).tensors["data"], held.tensors["data"])
     for dtype in DTYPES:
         for rows in (3, 8, 64):  # of the identity: the product is the weight
             x = torch.eye(64, dtype=dtype)[:rows]
-            found = quantized_linear.body("cpu")(x, panels.data, panels.scale, None, None, 35, 64, "mxfp4")
+            found = quantized_linear.body("cpu")(x, [*panels.tensors.values()], None, 35, 64, "mxfp4")
             assert torch.equal(found.float(), MXFP4.dequantize(held).T[:rows])

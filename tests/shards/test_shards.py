@@ -133,9 +133,9 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     matrices = {path: module for path, module in engine.module.named_modules() if isinstance(module, QuantizedLinear)}
     assert len(matrices) == 12
     for path, module in matrices.items():
-        held = module.held()
-        for part in ("data", "scale", "zero"):
-            assert torch.equal(stored.pop(f"{path}.{part}"), getattr(held, part))
+        assert [*module.held().tensors] == ["data", "scale", "zero"]
+        for part, tensor in module.held().tensors.items():
+            assert torch.equal(stored.pop(f"{path}.{part}"), tensor)
     left = {name: tensor for name, tensor in placed(engine.module).items() if name.rpartition(".")[0] not in matrices}
     left |= {name: p for name, p in engine.module.named_parameters() if name.endswith(".bias")}
     left.pop("lm_head.weight")

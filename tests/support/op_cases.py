@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infuse.ops import Case, registered
 
@@ -30,7 +31,7 @@ def written(name: str) -> list[int]:
 
 def own(args: tuple, poisoned: list[int]) -> tuple:
     """The arguments as copies; those at `poisoned` full of NaN, or of 77 if they hold integers."""
-    copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    copies = list(tree_map_only(Tensor, Tensor.clone, args))
     for i in poisoned:
         copies[i].fill_(float("nan") if copies[i].is_floating_point() else 77)
     return tuple(copies)
@@ -39,16 +40,13 @@ def own(args: tuple, poisoned: list[int]) -> tuple:
 def results(function: Any, args: tuple, mutated: list[int]) -> list[Tensor]:
     """What it returns (but None), then what it has written."""
     out = function(*args)
-    return [*(t for t in (out if isinstance(out, tuple) else (out,)) if t is not None), *(args[i] for i in mutated)]
+    returned = out if isinstance(out, (tuple, list)) else (out,)
+    return [*(t for t in returned if t is not None), *(args[i] for i in mutated)]
 
 
-def in_float32(name: str, args: tuple, dtype: torch.dtype) -> tuple:
-    """The arguments with those in `dtype` widened, but for scales: they are bfloat16 whatever the activations are."""
-    arguments = getattr(torch.ops.infuse, name).default._schema.arguments
-    return tuple(
-        arg.float() if isinstance(arg, Tensor) and arg.dtype == dtype and not argument.name.endswith("scale") else arg
-        for arg, argument in zip(args, arguments, strict=False)
-    )
+def in_float32(args: tuple, dtype: torch.dtype) -> tuple:
+    """The arguments with those in `dtype` widened, but for buffers, whose dtypes are those of their format."""
+    return tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype == dtype else arg for arg in args)
 
 
 def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
@@ -57,13 +55,22 @@ def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
     """
     for case in cases(name, torch.float32):
         for i, arg in enumerate(case.args):
-            if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() and i not in written(name):
-                for place in (0, -1) if name == "gated_activation" else (-1,):
+            for which, tensor in enumerate(tree_leaves(arg)):
+                if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or i in written(name):
+                    continue
+                for place in ((0, -1) if name == "gated_activation" else (-1,)) if tensor.numel() else ():
                     args = own(case.args, [])
-                    args[i][(place,) * arg.dim()] = value
+                    tree_leaves(args[i])[which][(place,) * tensor.dim()] = value
                     yield i, replace(case, args=args)
 
 
 def widened(args: tuple) -> tuple:
     """What is in float32, in float64."""
-    return tuple(arg.double() if isinstance(arg, Tensor) and arg.dtype == torch.float32 else arg for arg in args)
+    return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.dtype == torch.float32 else tensor, args)
+
+
+def assert_unchanged(before: Any, after: Any, what: str) -> None:
+    """All tensors in an argument have the same values, of any dtype, before and after."""
+    for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+        if isinstance(old, Tensor):
+            assert torch.equal(old.float().nan_to_num(), new.float().nan_to_num()), what

@@ -53,10 +53,10 @@ def assert_activated(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: st
     assert_near(torch.cat((found.double().flatten(), one)), torch.cat((wanted.flatten(), one)), dtype, what)
 
 
-def quantized_args(text: str, inputs: int, outputs: int) -> tuple[tuple, Tensor]:
+def quantized_args(text: str, inputs: int, outputs: int) -> tuple[list[Tensor], Tensor]:
     """The buffers as the op takes them (but for x and bias), and the weight's exact values."""
     held = quant_format(text).quantize(torch.randn(outputs, inputs))
-    return (held.data, held.scale, held.zero), quant_format(text).dequantize(held)
+    return [*held.tensors.values()], quant_format(text).dequantize(held)
 
 
 def check_plain(dtype: torch.dtype, inputs: int, outputs: int) -> None:
@@ -79,7 +79,7 @@ def check_quantized(dtype: torch.dtype, text: str, inputs: int, outputs: int) ->
         for b in (None, bias):
             poison(rows, outputs, dtype=dtype)
             assert_product(
-                quantized(x, *buffers, b, outputs, inputs, text),
+                quantized(x, buffers, b, outputs, inputs, text),
                 x,
                 weight,
                 b,
@@ -102,7 +102,7 @@ def check_sizes(dtype: torch.dtype, text: str) -> None:
             given = given.to(dtype)
             poison(rows, outputs, dtype=dtype)
             what = f"{text} {rows} rows {dtype}, up to {float(given.abs().max()):.0e}"
-            assert_product(quantized(given, *buffers, None, outputs, inputs, text), given, weight, None, what)
+            assert_product(quantized(given, buffers, None, outputs, inputs, text), given, weight, None, what)
 
 
 def check_activated(text: str, inputs: int, outputs: int) -> None:
@@ -116,7 +116,7 @@ def check_activated(text: str, inputs: int, outputs: int) -> None:
         wanted = exact(x, weight.bfloat16(), b)
         for name, gated in (("gelu", False), ("silu", True)):
             poison(50, outputs // 2 if gated else outputs, dtype=torch.bfloat16)
-            found = activated(x, *buffers, b, outputs, inputs, text, name, gated)
+            found = activated(x, buffers, b, outputs, inputs, text, name, gated)
             act = ops.gated_activation if gated else ops.activation
             assert_near(found, act(wanted, name), torch.bfloat16, f"{text} {name} {inputs}->{outputs}")
 

@@ -35,8 +35,8 @@ def tensors() -> dict[str, Tensor]:
             continue
         experts, inputs, rows = value.shape
         held = format.quantize(value.transpose(1, 2).reshape(-1, inputs))
-        made[f"{name}_blocks"] = held.data.view(experts, rows, inputs // BLOCK, BLOCK // 2)
-        exponents = held.scale.float().log2() + 127
+        made[f"{name}_blocks"] = held.tensors["data"].view(experts, rows, inputs // BLOCK, BLOCK // 2)
+        exponents = held.tensors["scale"].float().log2() + 127
         made[f"{name}_scales"] = exponents.to(torch.uint8).view(experts, rows, inputs // BLOCK)
     return made
 

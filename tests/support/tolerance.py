@@ -38,16 +38,29 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "
     assert error <= allowed, f"{what}: off by {error:.2e}, {allowed:.2e} is allowed"
 
 
+def assert_same_buffers(found: QuantizedWeight, wanted: QuantizedWeight) -> None:
+    """All tensors of both are the same bits, of the same dtypes."""
+    assert found.shape == wanted.shape and found.format == wanted.format and [*found.tensors] == [*wanted.tensors]
+    for name, tensor in found.tensors.items():
+        other = wanted.tensors[name]
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other), name
+
+
 # Of a group's error: two candidates so near each other may change places where squares are added up in another order.
 # Measured on normal values, 325,200 groups of 6 to 64 in each dtype: 2 groups in bfloat16, none in float32 and float16.
 SAME_ERROR, ONE_GROUP_IN = 1e-5, 2000
 
 
 def assert_same_quantization(
-    found: tuple, wanted: tuple, weight: Tensor, text: str, what: str = "", one_group_in: int = ONE_GROUP_IN
+    found: list[Tensor],
+    wanted: list[Tensor],
+    weight: Tensor,
+    text: str,
+    what: str = "",
+    one_group_in: int = ONE_GROUP_IN,
 ) -> None:
     """The buffers of ops.quantize: the same bits, but for a few groups with as small an error; `text` is the format."""
-    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if not (a is None and b is None)]
+    pairs = [*zip(found, wanted, strict=True)]
     for a, b in pairs:
         assert a.shape == b.shape and a.dtype == b.dtype, (
             f"{what}: {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}"
@@ -59,7 +72,7 @@ def assert_same_quantization(
     differs = torch.stack([(a != b).any(dim=1) for a, b in zip(by_group[::2], by_group[1::2], strict=True)]).any(dim=0)
     assert int(differs.sum()) <= 1 + groups // one_group_in, f"{what}: {int(differs.sum())} of {groups} groups differ"
     exact = weight.double().reshape(groups, -1)
-    values = [format.dequantize(QuantizedWeight(*buffers, shape, format)).double() for buffers in (found, wanted)]
+    values = [format.dequantize(QuantizedWeight.listed(each, shape, format)).double() for each in (found, wanted)]
     errors = [(v.reshape(groups, -1) - exact).norm(dim=1) for v in values]
     allowed = SAME_ERROR * errors[1] + 1e-6 * exact.norm(dim=1)  # 1e-6: what float32 loses where a group is on its grid
     assert bool(((errors[0] - errors[1]).abs() <= allowed)[differs].all()), (

@@ -6,6 +6,7 @@ plain weights are left to the reference, which runs PyTorch's product for each e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,13 +17,12 @@ from infuse.activations import ExpertGate
 from infuse.native import DTYPES, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits
-from infuse.ops.cpu.quantized_linear import PANELS, code_of
+from infuse.ops.cpu.quantized_linear import PANELS, code_of, with_stored_scales
 from infuse.ops.experts import experts, quantized_experts
-from infuse.quant.format import SCALE_DTYPE
 from infuse.quant.parse import quant_format
 
 PLAIN = -1  # code of a matrix that is not quantized
-Matrix = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # codes or elements, scale, zero, bias
+Matrix = tuple[Sequence[Tensor], Tensor | None]  # the elements alone or the buffers of a QuantizedWeight; bias
 
 
 @experts.implement("cpu", needs)
@@ -39,7 +39,7 @@ def _experts(
     dtype = x.dtype
     _check_width(x, up.shape[-1])
     if dtype in DTYPES and up.dtype is dtype and down.dtype is dtype and up.is_contiguous() and down.is_contiguous():
-        matrices = (up, None, None, up_bias), (down, None, None, down_bias)
+        matrices = ([up], up_bias), ([down], down_bias)
         y = _summed(x, index, weights, matrices, (down.shape[1], PLAIN, PLAIN), ExpertGate(*gate))
         if y is not None:
             return y
@@ -51,23 +51,19 @@ def _quantized_experts(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    up_data: Tensor,
-    up_scale: Tensor,
-    up_zero: Tensor | None,
+    up: Sequence[Tensor],
     up_bias: Tensor | None,
-    down_data: Tensor,
-    down_scale: Tensor,
-    down_zero: Tensor | None,
+    down: Sequence[Tensor],
     down_bias: Tensor | None,
     inner: int,
     up_format: str,
     down_format: str,
     *gate: Any,
 ) -> Any:
-    matrices = (up_data, up_scale, up_zero, up_bias), (down_data, down_scale, down_zero, down_bias)
+    matrices = (with_stored_scales(up, up_format), up_bias), (with_stored_scales(down, down_format), down_bias)
     codes = inner, code_of(up_format), code_of(down_format)
     dtype = x.dtype
-    _check_width(x, up_data.shape[-2] * 32 // _bits(up_format))
+    _check_width(x, up[0].shape[-2] * 32 // _bits(up_format))
     return _summed(x if dtype in DTYPES else x.float(), index, weights, matrices, codes, ExpertGate(*gate)).to(dtype)
 
 
@@ -91,13 +87,11 @@ def _summed(
     gate: ExpertGate,
 ) -> Any:
     """Run the kernel; None if PyTorch is faster for so many tokens. `sizes`: inner width, codes of both matrices."""
-    given = []
-    for data, scale, zero, bias in matrices:
-        if scale is not None and scale.dtype is not SCALE_DTYPE:  # casting the model also casts its scales
-            scale = scale.to(SCALE_DTYPE)
+    given: list[Any] = []
+    for buffers, bias in matrices:
         if not fits(bias, x.dtype) and bias is not None:
             bias = bias.to(x.dtype).contiguous()
-        given += [data, scale, zero, bias]
+        given += [buffers, bias]
     index, weights = index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
     number = ACTIVATION_NUMBERS[gate.activation]
     return kernels().experts.default(x.contiguous(), index, weights, *given, *sizes, number, *gate[1:])

@@ -9,35 +9,36 @@ import torch
 from torch import Tensor
 
 from infuse.native import CODES, DTYPES, kernels, needs
-from infuse.ops.quantize import Buffers, quantize, quantized_like
+from infuse.ops.quantize import quantize, quantized_like
 from infuse.quant.floating import GRIDS, FloatFormat, positions
-from infuse.quant.format import LARGEST_WEIGHT, QuantFormat
-from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS
-from infuse.quant.microscaling import MicroscalingFormat
+from infuse.quant.format import LARGEST_WEIGHT
+from infuse.quant.grouped import SCALE_DTYPE
+from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
 from infuse.quant.parse import quant_format
 
 COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous (transposed): 4 MiB in float32
 
 
 @quantize.implement("cpu", needs)
-def _quantize(weight: Tensor, format: str) -> Buffers:
+def _quantize(weight: Tensor, format: str) -> list[Tensor]:
     chosen = quant_format(format)
-    if isinstance(chosen, MicroscalingFormat):
+    if not isinstance(chosen, (IntegerFormat, FloatFormat)) or chosen.dtype_of_scales is not SCALE_DTYPE:
         return quantize.reference(weight, format)
     if weight.dim() != 2 or weight.dtype not in DTYPES or weight.device.type != "cpu":
         return quantize.reference(weight, format)
-    buffers = data, scale, zero = quantized_like(weight, format)
+    buffers = quantized_like(weight, format)
     rows = len(weight) if weight.is_contiguous() else max(1, COPIED_VALUES // max(weight.size(1), 1))
-    code, candidates = CODES.index(chosen.name), _candidates(chosen, weight.size(1) // max(scale.size(1), 1))
+    length = weight.size(1) // max(chosen.group_count(weight.size(1)), 1)
+    code, candidates = CODES.index(chosen.name), _candidates(chosen, length)
     for start in range(0, len(weight), max(rows, 1)):
         part = slice(start, start + rows)
-        written = (data[part], scale[part], None if zero is None else zero[part])
-        if not kernels().quantize(weight.detach()[part].contiguous(), candidates, LARGEST_WEIGHT, code, *written):
+        written = [buffer[part] for buffer in buffers]
+        if not kernels().quantize(weight.detach()[part].contiguous(), candidates, LARGEST_WEIGHT, code, written):
             return quantize.reference(weight, format)  # raises the error that names the problem
     return buffers
 
 
-def _candidates(format: QuantFormat, length: int) -> Tensor:
+def _candidates(format: IntegerFormat | FloatFormat, length: int) -> Tensor:
     """The candidates for groups of `length`, float32, in the form of `enum class Grids` in src/quantize_kernels.h."""
     if isinstance(format, FloatFormat):
         return torch.tensor(tuple(positions(GRIDS[format.name], length)), dtype=torch.float32)

@@ -8,8 +8,7 @@ use PyTorch's product with the whole dequantized weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,8 @@ from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import Fusion, quantized_linear
 from infuse.ops.op import Layout
-from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight
+from infuse.quant.format import QuantFormat, QuantizedWeight
+from infuse.quant.grouped import GroupedFormat
 from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
@@ -33,6 +33,8 @@ UNIT = {8: 4, 4: 8, 6: 16}  # bits → consecutive codes of a row that fill whol
 
 
 def _declined(format: QuantFormat, inputs: int) -> str | None:
+    if not isinstance(format, GroupedFormat) or format.name not in CODES:
+        return f"{format}: there is no kernel for it yet"
     unit = UNIT[format.bits]
     if inputs == 0:
         return f"{format}: there are no inputs"
@@ -46,7 +48,7 @@ def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
 
     None if a group ends inside a word, or if fp8 codes contain a NaN, which quantizing never produces.
     """
-    if _declined(weight.format, weight.shape[1]) or weight.data.device.type != "cpu":
+    if _declined(weight.format, weight.shape[1]) or weight.device.type != "cpu":
         return None
     return _gathered([weight], weight.shape)
 
@@ -55,46 +57,42 @@ def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> Quant
     """As _in_panels, for a weight of `shape` in parts of its rows. All parts but the last are whole panels."""
     (outputs, inputs), first = shape, 0
     panels = -(-outputs // PANEL_ROWS)
-    whole: QuantizedWeight | None = None
+    whole: dict[str, Tensor] = {}
     for part in parts:
-        if whole is None:
-            groups = part.scale.shape[1]
-            data = memory.empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), part.data.dtype)
-            scale = torch.zeros(panels, groups, PANEL_ROWS, dtype=part.scale.dtype)
-            zero = None if part.zero is None else torch.zeros(panels, groups, PANEL_ROWS, dtype=part.zero.dtype)
-            whole = QuantizedWeight(data, scale, zero, shape, part.format)
+        data, *of_groups = part.tensors.values()
+        if not whole:
+            room = memory.empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), data.dtype)
+            rooms = [torch.zeros(panels, each.shape[1], PANEL_ROWS, dtype=each.dtype) for each in of_groups]
+            whole = dict(zip(part.tensors, (room, *rooms), strict=True))
         here = slice(first, first - (-part.shape[0] // PANEL_ROWS))
         first = here.stop
+        to, *to_groups = (each[here] for each in whole.values())
         if part.shape[0] % PANEL_ROWS:
-            whole.data[here.stop - 1] = 0
-        if not kernels().pack_panels.default(part.data.contiguous(), CODES.index(part.format.name), whole.data[here]):
+            to[-1] = 0
+        if not kernels().pack_panels.default(data.contiguous(), CODES.index(part.format.name), to):
             return None
-        _interleave(part.scale, whole.scale[here])
-        if part.zero is not None and whole.zero is not None:
-            _interleave(part.zero, whole.zero[here])
+        for of_rows, to_panels in zip(of_groups, to_groups, strict=True):
+            _interleave(of_rows, to_panels)
     assert first == panels, (first, shape)
-    return whole
+    return QuantizedWeight(whole, shape, part.format)
 
 
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """The inverse of _in_panels."""
     outputs, inputs = weight.shape
-    data = torch.empty(outputs, inputs * weight.format.bits // 8, dtype=weight.data.dtype)
-    kernels().unpack_panels.default(weight.data, CODES.index(weight.format.name), data)
-    scale, zero = (
-        None if t is None else t.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
-        for t in (weight.scale, weight.zero)
-    )
-    assert scale is not None
-    return replace(weight, data=data, scale=scale, zero=zero)
+    in_panels, *of_groups = weight.tensors.values()
+    data = torch.empty(outputs, inputs * weight.format.bits // 8, dtype=in_panels.dtype)
+    kernels().unpack_panels.default(in_panels, CODES.index(weight.format.name), data)
+    rows = (each.transpose(1, 2).flatten(0, 1)[:outputs].contiguous() for each in of_groups)
+    return QuantizedWeight.listed([data, *rows], weight.shape, weight.format)
 
 
 def _shaped(weight: QuantizedWeight) -> QuantizedWeight:
     """View panels that were stored in the shapes of rows, [O, bytes] and [O, groups], as panels again."""
     panels = weight.shape[0] // PANEL_ROWS
-    scale, zero = (None if t is None else t.view(panels, -1, PANEL_ROWS) for t in (weight.scale, weight.zero))
-    assert scale is not None
-    return replace(weight, data=weight.data.view(panels, -1, 4 * PANEL_ROWS), scale=scale, zero=zero)
+    data, *of_groups = weight.tensors.values()
+    views = (each.view(panels, -1, PANEL_ROWS) for each in of_groups)
+    return QuantizedWeight.listed([data.view(panels, -1, 4 * PANEL_ROWS), *views], weight.shape, weight.format)
 
 
 def _interleave(of_rows: Tensor, to: Tensor) -> None:
@@ -106,8 +104,10 @@ def _interleave(of_rows: Tensor, to: Tensor) -> None:
 
 @cache
 def code_of(format: str) -> int:
-    """The kernels' number of a format."""
+    """The kernels' number of a format; -1 if they have none."""
     chosen = quant_format(format)
+    if chosen.name not in CODES:
+        return -1
     return CODES.index(chosen.name) + (SHORT_ACTIVATIONS if chosen.activation_bits == 8 else 0)
 
 
@@ -116,38 +116,53 @@ PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered, f"panels
 
 @quantized_linear.implement("cpu", needs, PANELS)
 def _quantized_linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int,
-    format: str, *around: Any,
-) -> Any:  # fmt: skip
+    x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
+) -> Any:
     if around:
-        return _with_around(x, (data, scale, zero, bias, outputs, inputs, format), Fusion(*around))
+        return _with_around(x, (buffers, bias, outputs, inputs, format), Fusion(*around))
     code, dtype = code_of(format), x.dtype
     if x.size(-1) != inputs:
         raise RuntimeError(f"x has {x.size(-1)} columns, and the weight takes {inputs}")
     if dtype not in DTYPES:
         x, bias = x.float(), None if bias is None else bias.float()
-        return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
+        return _quantized_linear(x, buffers, bias, outputs, inputs, format).to(dtype)
     if bias is not None and not fits(bias, dtype):
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
-    if scale.dtype is not SCALE_DTYPE:  # casting the model also casts its scales
-        scale = scale.to(SCALE_DTYPE)
-    y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, -1, False)
+    buffers = with_stored_scales(buffers, format)
+    zero = buffers[2] if len(buffers) > 2 else None
+    y = kernels().quantized_linear.default(x, buffers[0], buffers[1], zero, bias, code, outputs, -1, False)
     if y is not None:
         return y
     weight = torch.empty(outputs, inputs, dtype=dtype)
-    kernels().dequantize.default(data, scale, zero, code, weight)
+    kernels().dequantize.default(buffers, code, weight)
     return F.linear(x, weight, bias)
 
 
+def with_stored_scales(buffers: Sequence[Tensor], format: str) -> Sequence[Tensor]:
+    """The buffers with their scales in the format's dtype: casting a model also casts its scales."""
+    data, scale, *zero = buffers
+    stored = dtype_of_scales(format)
+    return buffers if scale.dtype is stored else [data, scale.to(stored), *zero]
+
+
+@cache
+def dtype_of_scales(format: str) -> torch.dtype:
+    """The dtype in which kernels read the scales of a format: bfloat16, or float16 with :f16."""
+    _, scale, *_ = quant_format(format).buffers(0)
+    return scale.dtype
+
+
 def _with_around(x: Tensor, weight: tuple, around: Fusion) -> Any:
-    """`weight`: the op's arguments from data to format."""
-    data, scale, zero, bias, outputs, inputs, format = weight
+    """`weight`: the op's arguments from buffers to format."""
+    buffers, bias, outputs, inputs, format = weight
     x, act = around.before(x, "cpu"), ACTIVATION_NUMBERS.get(around.activation or "")
-    fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE
+    fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype)
+    fitting = fitting and buffers[1].dtype is dtype_of_scales(format)
     if act is not None and fitting and x.size(-1) == inputs:
-        code = code_of(format)
+        (data, scale, *zeros), code = buffers, code_of(format)
+        zero = zeros[0] if zeros else None
         y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, act, around.gated)
         if y is not None:
             return y if around.residual is None else around.residual + y
@@ -156,12 +171,11 @@ def _with_around(x: Tensor, weight: tuple, around: Fusion) -> Any:
 
 @quantized_embedding.implement("cpu", needs, PANELS)
 def _quantized_embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
-    dtype: torch.dtype,
-) -> Any:  # fmt: skip
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+) -> Any:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")
     out = torch.empty(*index.shape, width, dtype=dtype)
-    scale = scale.to(SCALE_DTYPE)
-    kernels().gather_rows.default(data, scale, zero, code_of(format), index.to(torch.int64).contiguous(), out)
+    panels = with_stored_scales(buffers, format)
+    kernels().gather_rows.default(panels, code_of(format), index.to(torch.int64).contiguous(), out)
     return out

@@ -9,6 +9,7 @@ Suffixes: R routes of all tokens, E experts, N tiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from infuse.ops.triton.configurations import (
     quantized_row,
     quantized_tiles,
 )
-from infuse.ops.triton.words import CODES, WORDS, segment_of
+from infuse.ops.triton.words import CODES, WORDS, segment_of, unpacked
 from infuse.quant.parse import quant_format
 
 _Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # data, scale, zero, bias
@@ -137,20 +138,16 @@ def _quantized_experts(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    up_data: Tensor,
-    up_scale: Tensor,
-    up_zero: Tensor | None,
+    up: Sequence[Tensor],
     up_bias: Tensor | None,
-    down_data: Tensor,
-    down_scale: Tensor,
-    down_zero: Tensor | None,
+    down: Sequence[Tensor],
     down_bias: Tensor | None,
     inner: int,
     up_format: str,
     down_format: str,
     *gate: Any,
 ) -> Any:
-    matrices = (up_data, up_scale, up_zero, up_bias), (down_data, down_scale, down_zero, down_bias)
+    matrices = (*unpacked(up), up_bias), (*unpacked(down), down_bias)
     kind = inner, quant_format(up_format).name, quant_format(down_format).name
     given = x if x.dtype in DTYPES else x.float(), index, weights
     return _summed(given, matrices, kind, ExpertGate(*gate)).to(x.dtype)

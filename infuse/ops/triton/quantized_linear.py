@@ -7,6 +7,7 @@ dequantized weight, which costs less than dequantizing it again for each tile of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,28 +19,28 @@ from infuse.ops.linear import FEW_ROWS, Fusion, quantized_linear
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
 from infuse.ops.triton.linear import ALONE, combine, constants, normed_before
-from infuse.ops.triton.words import CODES, WORDS, segment_of
+from infuse.ops.triton.words import CODES, WORDS, segment_of, unpacked
 from infuse.quant.parse import quant_format
 
 
 @quantized_linear.implement("triton", needs, WORDS, fuses=True)
 def _quantized_linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int,
-    format: str, *given: Any,
-) -> Any:  # fmt: skip
+    x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *given: Any
+) -> Any:
     around, dtype, rows = Fusion(*given) if given else ALONE, x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
-        return _quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
+        return _quantized_linear(x.float(), buffers, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
     x, around = normed_before(x, around)
     # With more rows, float32 tiles do not fit the shared memory.
     most = FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
     if not 0 < rows <= most or outputs == 0 or x.shape[-1] != inputs:
-        weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
+        weight = dequantized(None, buffers, x.new_empty(outputs, inputs), outputs, format)
         bias = None if bias is None else bias.to(dtype)
         return around.separately(lambda x: F.linear(x, weight, bias), x, "triton")
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     around = around if around.residual is None else around._replace(residual=around.residual.contiguous())
+    data, scale, zero = unpacked(buffers)
     name, groups, wanted = quant_format(format).name, scale.shape[1], around.outputs(outputs)
     out = x.new_empty(*x.shape[:-1], wanted)
     segment = segment_of(inputs, groups)
@@ -72,11 +73,9 @@ def _quantized_linear(
     return out
 
 
-def dequantized(
-    index: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, outputs: int, format: str
-) -> Tensor:
+def dequantized(index: Tensor | None, buffers: Sequence[Tensor], out: Tensor, outputs: int, format: str) -> Tensor:
     """Fill `out` [rows, inputs] with the rows `index` of the weight (None: all rows) and return it."""
-    rows, inputs = out.shape
+    (rows, inputs), (data, scale, zero) = out.shape, unpacked(buffers)
     if out.numel():
         name, groups = quant_format(format).name, scale.shape[1]
         segment = segment_of(inputs, groups)
@@ -90,9 +89,8 @@ def dequantized(
 
 @quantized_embedding.implement("triton", needs, WORDS)
 def _quantized_embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
-    dtype: torch.dtype,
-) -> Any:  # fmt: skip
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+) -> Any:
     """An index out of range gives NaN: to raise an error, the host would have to wait for the device."""
-    out = torch.empty(index.numel(), width, dtype=dtype, device=data.device)
-    return dequantized(index.reshape(-1), data, scale, zero, out, rows, format).view(*index.shape, width)
+    out = torch.empty(index.numel(), width, dtype=dtype, device=buffers[0].device)
+    return dequantized(index.reshape(-1), buffers, out, rows, format).view(*index.shape, width)

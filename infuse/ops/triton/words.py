@@ -5,8 +5,7 @@ Suffixes: O outputs, N segments of a row, W words of a segment, C codes in a wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -33,10 +32,12 @@ def segment_of(inputs: int, groups: int) -> int:
 def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
     """data [O, bytes] → int32 [O, bytes / 4]; scale and zero unchanged. None if a group ends inside a word."""
     (outputs, inputs), name = weight.shape, weight.format.name
-    segment = segment_of(inputs, weight.scale.shape[1]) if inputs else 0
-    if name not in CODES or segment < SMALLEST_SEGMENT[name]:
+    if _declined(weight.format, inputs) or not inputs:
         return None
-    data = weight.data.contiguous()
+    data, *of_groups = weight.tensors.values()
+    segment, data = segment_of(inputs, of_groups[0].shape[1]), data.contiguous()
+    if segment < SMALLEST_SEGMENT[name]:
+        return None
     if name in _NIBBLES:
         data = torch.stack((data & 15, data >> 4), dim=-1)
     elif name == "fp6":
@@ -51,7 +52,8 @@ def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
         bytes_ = torch.cat(((low[..., ::2] | low[..., 1::2] << 4).flatten(-2), _high_words(high)), dim=-1)
     else:
         bytes_ = codes_ONWC
-    return replace(weight, data=bytes_.contiguous().view(outputs, -1).view(torch.int32))
+    words = bytes_.contiguous().view(outputs, -1).view(torch.int32)
+    return QuantizedWeight.listed([words, *of_groups], weight.shape, weight.format)
 
 
 def _high_words(high_ONWC: Tensor) -> Tensor:
@@ -67,8 +69,9 @@ def _high_words(high_ONWC: Tensor) -> Tensor:
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """The inverse of _in_words."""
     (outputs, inputs), name = weight.shape, weight.format.name
-    segment, codes = segment_of(inputs, weight.scale.shape[1]), CODES[name]
-    bytes_ = weight.data.contiguous().view(torch.uint8).view(outputs, inputs // segment, -1)
+    in_words, *of_groups = weight.tensors.values()
+    segment, codes = segment_of(inputs, of_groups[0].shape[1]), CODES[name]
+    bytes_ = in_words.contiguous().view(torch.uint8).view(outputs, inputs // segment, -1)
     words = segment // codes
     if name in (*_NIBBLES, "fp6"):
         low = bytes_[..., : 4 * words]
@@ -86,11 +89,16 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
         data = pack_fp6(data)
     elif name == "int8":
         data = (data ^ 128).view(torch.int8)
-    return replace(weight, data=data)
+    return QuantizedWeight.listed([data, *of_groups], weight.shape, weight.format)
 
 
 def _declined(format: QuantFormat, inputs: int) -> str | None:
     return None if format.name in CODES else f"{format}: there is no kernel for it yet"
+
+
+def unpacked(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """data, scale and zero, as the kernels take them."""
+    return buffers[0], buffers[1], buffers[2] if len(buffers) > 2 else None
 
 
 WORDS = Layout(_in_words, _in_rows, _declined)

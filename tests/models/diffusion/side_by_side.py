@@ -20,6 +20,7 @@ from infuse.layers.diffusion.image_attention import ImageAttention
 from infuse.layers.parts import make_part
 from infuse.ops import registered
 from infuse.weights.fill import fill_module
+from infuse.weights.lazy import live
 from tests.models.diffusion.tiny_pipelines import images, made
 
 CPU = Device.of("cpu")
@@ -46,19 +47,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-class Live:
-    """Reads the parameters of a module."""
-
-    def __init__(self, module: nn.Module):
-        self.held = dict(module.named_parameters())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.held[name].shape)
-
-    def read(self, name: str, part: Any = ()) -> Tensor:
-        return self.held[name].detach()[part] if part else self.held[name].detach()
-
-
 def replaced(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The module that replaces `module`, with the bodies that run here."""
     spec = module_spec(module)
@@ -68,7 +56,8 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module
     bodies = {name: registered()[name].choose(CPU, dtype).body for name in names}
     with torch.device("meta"):
         new = make_part(bound.shape, BuildContext("", {}, bodies))
-    fill_module(new, bound.fills, Live(module), dtype, bodies)
+    with torch.no_grad():
+        fill_module(new, bound.fills, live(module), dtype, bodies)
     assert not any(parameter.is_meta for parameter in new.parameters())
     return new.eval()
 

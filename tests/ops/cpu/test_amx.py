@@ -138,7 +138,7 @@ def thread_cases() -> None:
         torch.set_num_threads(threads)
         assert_product(kernels().tiled_linear(x, weight, None, -1, False), x, weight, None, f"{threads} threads")
         assert_product(
-            quantized(x, *buffers, None, 515, 128, "int4:32"),
+            quantized(x, buffers, None, 515, 128, "int4:32"),
             x,
             values,
             None,

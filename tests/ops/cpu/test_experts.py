@@ -28,7 +28,7 @@ SHAPES = (
     (1, 5, 6, 64, 40, True),
     (1300, 1, 1, 1024, 32, True),  # more than a core's cache holds
 )
-FORMATS = ("mxfp4", "int8:8", "int4:8", "fp8:row", "int8:8:asymmetric")
+FORMATS = ("mxfp4", "int8:8", "int4:8", "fp8:row", "int8:8:asymmetric", "int4:8:asymmetric:f16")
 REAL = runner("experts", "cpu")
 CODES = runner("quantized_experts", "cpu")
 
@@ -47,7 +47,7 @@ def matrices(experts: int, width: int, inner: int, gated: bool) -> tuple[Tensor,
 def quantized(text: str, up: Tensor, down: Tensor) -> tuple:
     """The arguments of both weights without biases, the inner width and the formats."""
     a, b = quant_format(text).quantize(up), quant_format(text).quantize(down)
-    return (a.data, a.scale, a.zero, None, b.data, b.scale, b.zero, None, down.shape[1], text, text)
+    return ([*a.tensors.values()], None, [*b.tensors.values()], None, down.shape[1], text, text)
 
 
 def poison(x: Tensor) -> None:

@@ -34,14 +34,15 @@ from tests.support.products import (
     quantized_args,
 )
 from tests.support.threads import thread_counts
-from tests.support.tolerance import assert_near
+from tests.support.tolerance import assert_near, assert_same_buffers
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
 FORMATS = (
     "int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric",
-    "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row",
+    "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row", "int8:32:f16",
+    "int4:32:asymmetric:f16",
 )  # fmt: skip
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
@@ -68,10 +69,10 @@ def test_rows_in_chunks(dtype: torch.dtype) -> None:
     buffers, values = quantized_args("int8", inputs, outputs)
     for threads in thread_counts(1, 2):
         poison(rows, outputs, dtype=dtype)
-        found = quantized(x, *buffers, bias, outputs, inputs, "int8")
+        found = quantized(x, buffers, bias, outputs, inputs, "int8")
         assert_product(found, x, values.to(dtype), bias, f"{threads} threads")
         poison(rows, outputs // 2, dtype=dtype)
-        found = activated(x, *buffers, bias, outputs, inputs, "int8", "silu", True)
+        found = activated(x, buffers, bias, outputs, inputs, "int8", "silu", True)
         wanted = ops.gated_activation(exact(x, values.to(dtype), bias), "silu")
         assert_near(found, wanted, dtype, f"{threads} threads")
         weight = values.to(dtype)
@@ -122,7 +123,7 @@ def test_integers_are_as_exact_as_the_weights_allow() -> None:
     """Where x goes as integers of 16 bits, what that costs is far below what rounding the result to x's dtype does."""
     x, (buffers, weight) = torch.randn(4, 512).half(), quantized_args("int8", 512, 300)
     wanted = exact(x, weight, None)
-    found = quantized(x, *buffers, None, 300, 512, "int8").double()
+    found = quantized(x, buffers, None, 300, 512, "int8").double()
     nearest = wanted.half().double()
     assert float((found - wanted).square().mean().sqrt()) <= 1.05 * float((nearest - wanted).square().mean().sqrt())
 
@@ -132,7 +133,7 @@ def test_an_outlier_coarsens_its_chunk_alone() -> None:
     x, weight = torch.randn(1, 4096).half(), torch.randn(200, 4096)
     x[0, 77], weight[:, 77] = 1000, 0
     held = quant_format("int8:row").quantize(weight)
-    found = quantized(x, held.data, held.scale, held.zero, None, 200, 4096, "int8:row").double()
+    found = quantized(x, [*held.tensors.values()], None, 200, 4096, "int8:row").double()
     wanted = exact(x, quant_format("int8:row").dequantize(held), None)
     assert float((found - wanted).norm() / wanted.norm()) < 0.004
 
@@ -159,14 +160,13 @@ def test_panels_hold_the_codes_and_the_values(text: str) -> None:
         held = format.quantize(torch.randn(outputs, 480 if "96" in text else 448))
         panels = layout.prepare(held)
         back = layout.restore(panels)
-        assert torch.equal(back.data, held.data) and torch.equal(back.scale, held.scale)
-        assert held.zero is None or torch.equal(back.zero, held.zero)
+        assert_same_buffers(back, held)
         index = torch.randint(outputs, (5,))
         for dtype in DTYPES:
             wanted = format.dequantize(held, dtype)
             whole, rows = torch.full_like(wanted, float("nan")), torch.full_like(wanted[index], float("nan"))
-            kernels().dequantize(panels.data, panels.scale, panels.zero, CODES.index(format.name), whole)
-            kernels().gather_rows(panels.data, panels.scale, panels.zero, CODES.index(format.name), index, rows)
+            kernels().dequantize([*panels.tensors.values()], CODES.index(format.name), whole)
+            kernels().gather_rows([*panels.tensors.values()], CODES.index(format.name), index, rows)
             assert torch.equal(whole, wanted) and torch.equal(rows, wanted[index])
 
 
@@ -182,20 +182,20 @@ def test_every_code_of_a_float_has_its_exact_value(name: str) -> None:
     rows = torch.stack([codes.roll(37 * row) for row in range(33)]).to(torch.uint8)
     format = quant_format(f"{name}:row")
     scale = torch.full((33, 1), 0.75, dtype=torch.bfloat16)
-    held = QuantizedWeight(pack_fp6(rows) if name == "fp6" else rows, scale, None, (33, inputs), format)
+    held = QuantizedWeight.listed([pack_fp6(rows) if name == "fp6" else rows, scale], (33, inputs), format)
     layout = ops.quantized_linear.bodies["cpu"].layout
     assert layout is not None
     panels = layout.prepare(held)
-    assert panels is not None and torch.equal(layout.restore(panels).data, held.data)
+    assert panels is not None and torch.equal(layout.restore(panels).tensors["data"], held.tensors["data"])
     wanted = format.dequantize(held)
     for dtype in DTYPES:
         for flush in (False, True):
             torch.set_flush_denormal(flush)
             try:
                 found = torch.full_like(wanted, float("nan"), dtype=dtype)
-                kernels().dequantize(panels.data, panels.scale, None, CODES.index(name), found)
+                kernels().dequantize([*panels.tensors.values()], CODES.index(name), found)
                 few, many = (
-                    quantized(x.to(dtype), held.data, scale, None, None, 33, inputs, f"{name}:row")
+                    quantized(x.to(dtype), [held.tensors["data"], scale], None, 33, inputs, f"{name}:row")
                     for x in one_hot(inputs)
                 )
             finally:
@@ -212,12 +212,12 @@ def one_hot(inputs: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("text", ("fp8", "fp8:32"))
 def test_fp8_with_nan_is_left_to_the_reference(text: str) -> None:
-    (data, scale, zero), _ = quantized_args(text, 64, 17)
-    data[3, 5] = 0xFF
+    buffers, _ = quantized_args(text, 64, 17)
+    buffers[0][3, 5] = 0xFF
     layout = ops.quantized_linear.bodies["cpu"].layout
     assert layout is not None
-    assert layout.prepare(QuantizedWeight(data, scale, zero, (17, 64), quant_format(text))) is None
-    args = (torch.randn(2, 64), data, scale, zero, None, 17, 64, text)
+    assert layout.prepare(QuantizedWeight.listed(buffers, (17, 64), quant_format(text))) is None
+    args = (torch.randn(2, 64), buffers, None, 17, 64, text)
     found = quantized(*args)
     assert found[:, 3].isnan().all() and int(found.isnan().sum()) == 2
     assert_near(found, ops.quantized_linear.reference(*args), torch.float32)
@@ -231,8 +231,8 @@ def test_the_kernel_runs_and_not_the_reference(text: str, monkeypatch: pytest.Mo
     for op in (ops.quantized_linear, ops.quantized_embedding):
         monkeypatch.setattr(op, "reference", lambda *args: pytest.fail("the reference was called"))
     for dtype in DTYPES:
-        quantized(torch.randn(2, inputs).to(dtype), *buffers, None, 17, inputs, text)
-        runner("quantized_embedding", "cpu")(index, *buffers, 17, inputs, text, dtype)
+        quantized(torch.randn(2, inputs).to(dtype), buffers, None, 17, inputs, text)
+        runner("quantized_embedding", "cpu")(index, buffers, 17, inputs, text, dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64), (64,), (1, 1, 64), (0, 64), (2, 0, 64)])
@@ -241,7 +241,7 @@ def test_leading_axes_are_kept(shape: tuple[int, ...]) -> None:
     for product in (plain, kernels().linear):
         assert_near(product(x, weight, None), exact(x, weight, None), torch.float32)
     buffers, values = quantized_args("int8", 64, 5)
-    assert_near(quantized(x, *buffers, None, 5, 64, "int8"), exact(x, values, None), torch.float32)
+    assert_near(quantized(x, buffers, None, 5, 64, "int8"), exact(x, values, None), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,7 +252,7 @@ def test_strides(dtype: torch.dtype) -> None:
         found = plain(x, weight.t(), bias[::2])
         assert_near(found, exact(x, weight.t(), bias[::2]), dtype)
         buffers, values = quantized_args("int4", 64, 10)
-        assert_near(quantized(x, *buffers, bias[::2], 10, 64, "int4"), exact(x, values, bias[::2]), dtype)
+        assert_near(quantized(x, buffers, bias[::2], 10, 64, "int4"), exact(x, values, bias[::2]), dtype)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -265,9 +265,9 @@ def test_what_is_not_finite_passes_through(dtype: torch.dtype, value: float) -> 
             assert_near(product(x, weight, None), ops.linear.reference(x, weight, None), dtype)
         weight[2, 33] = value
     for text in ("int8:32", "int4:96", "int8:96:asymmetric", "int4:32:asymmetric", "fp8", "fp6:32"):
-        (data, scale, zero), _ = quantized_args(text, 96, 5)
-        scale[4, -1] = value
-        args = (x, data, scale, zero, None, 5, 96, text)
+        buffers, _ = quantized_args(text, 96, 5)
+        buffers[1][4, -1] = value
+        args = (x, buffers, None, 5, 96, text)
         assert_near(quantized(*args), ops.quantized_linear.reference(*args), dtype, text)
 
 
@@ -276,7 +276,7 @@ def test_two_threads_compute_what_one_does(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(3, 1024).to(dtype), torch.randn(515, 1024).to(dtype), torch.randn(515).to(dtype)
     buffers, _ = quantized_args("int4:32:asymmetric", 1024, 515)
     found = [
-        (plain(x, weight, bias), quantized(x, *buffers, bias, 515, 1024, "int4:32:asymmetric"))
+        (plain(x, weight, bias), quantized(x, buffers, bias, 515, 1024, "int4:32:asymmetric"))
         for _ in thread_counts(1, 2)
     ]
     # Which weight rows go together depends on the pieces, so not to the last bit.

@@ -34,7 +34,7 @@ def rounds(dtype: torch.dtype) -> bool:
 
 FORMATS = (
     "int8:a8", "int8:32:asymmetric:a8", "int8:row:a8", "int8:20:a8", "int4:a8", "int4:32:asymmetric:a8", "int4:24:a8",
-    "int4:row:a8",
+    "int4:row:a8", "int8:32:asymmetric:f16:a8", "int4:f16:a8",
 )  # fmt: skip
 NOT_HERE = "this processor multiplies no bytes, or bfloat16 as fast"
 
@@ -60,9 +60,9 @@ def rounded(x: Tensor, groups: int) -> Tensor:
     return ((grouped * lift * steps).round().double() * (peak / 127).double()).view(len(x), -1)
 
 
-def quantized(text: str, inputs: int, outputs: int) -> tuple[tuple, Tensor]:
+def quantized(text: str, inputs: int, outputs: int) -> tuple[list[Tensor], Tensor]:
     held = quant_format(text).quantize(torch.randn(outputs, inputs))
-    return (held.data, held.scale, held.zero), quant_format(text).dequantize(held).double()
+    return [*held.tensors.values()], quant_format(text).dequantize(held).double()
 
 
 def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, what: str) -> None:
@@ -90,9 +90,9 @@ def check(dtype: torch.dtype, text: str, inputs: int, outputs: int) -> None:
             torch.full(
                 (rows, outputs), float("nan"), dtype=dtype
             )  # in the memory that the next tensor of this size is likely to get
-            found = product(x, *buffers, b, outputs, inputs, text)
+            found = product(x, buffers, b, outputs, inputs, text)
             assert_product(found, x, weight, b, groups, f"{text} {rows}x{inputs}->{outputs} {dtype}")
-        assert not torch.equal(found, product(x, *buffers, bias, outputs, inputs, text.removesuffix(":a8")))
+        assert not torch.equal(found, product(x, buffers, bias, outputs, inputs, text.removesuffix(":a8")))
 
 
 def check_activated(dtype: torch.dtype, text: str, outputs: int) -> None:
@@ -101,7 +101,7 @@ def check_activated(dtype: torch.dtype, text: str, outputs: int) -> None:
     wanted = rounded(x, buffers[1].shape[1]) @ weight.T + bias.double()
     for name, gated in (("gelu", False), ("silu", True), ("relu2", False)):
         act = ops.gated_activation if gated else ops.activation
-        found = activated(x, *buffers, bias, outputs, 96, text, name, gated)
+        found = activated(x, buffers, bias, outputs, 96, text, name, gated)
         assert_near(found, act(wanted, name), dtype, f"{text} {name} -> {outputs} {dtype}")
 
 
@@ -133,7 +133,7 @@ def test_chunks_of_rows_and_threads(dtype: torch.dtype) -> None:
     buffers, weight = quantized("int8:a8", 2048, 40)
     x = torch.randn(1300, 2048).to(dtype)
     for threads in thread_counts(1, 2):
-        assert_product(product(x, *buffers, None, 40, 2048, "int8:a8"), x, weight, None, 32, f"{threads} threads")
+        assert_product(product(x, buffers, None, 40, 2048, "int8:a8"), x, weight, None, 32, f"{threads} threads")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,7 +141,7 @@ def test_few_rows_stay_as_they_are(dtype: torch.dtype) -> None:
     buffers, _ = quantized("int8", 128, 50)
     for rows in (0, 1, limits().code_rows_integer):
         x = torch.randn(rows, 128).to(dtype)
-        short, long = (product(x, *buffers, None, 50, 128, text) for text in ("int8:a8", "int8"))
+        short, long = (product(x, buffers, None, 50, 128, text) for text in ("int8:a8", "int8"))
         assert torch.equal(short, long)
 
 
@@ -154,7 +154,7 @@ def test_what_is_not_finite_passes_through(dtype: torch.dtype, value: float) -> 
         x = torch.randn(40, 64).to(dtype)
         x[17, 5] = value
         assert_near(
-            product(x, *buffers, None, 33, 64, f"{name}:a8"), product(x, *buffers, None, 33, 64, name).double(), dtype
+            product(x, buffers, None, 33, 64, f"{name}:a8"), product(x, buffers, None, 33, 64, name).double(), dtype
         )
 
 
@@ -163,7 +163,7 @@ def test_large_numbers_whose_parts_are_larger_still(text: str) -> None:
     """Code and zero point cancel: neither alone may overflow."""
     buffers, weight = quantized(text, 64, 32)
     x = (1e37 * (torch.rand(20, 64) + 0.5)).bfloat16()
-    found, wanted = product(x, *buffers, None, 32, 64, text).double(), x.double() @ weight.T
+    found, wanted = product(x, buffers, None, 32, 64, text).double(), x.double() @ weight.T
     assert torch.isfinite(found).all()
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
 
@@ -171,7 +171,7 @@ def test_large_numbers_whose_parts_are_larger_still(text: str) -> None:
 def test_double_precision_is_not_taken_for_single() -> None:
     buffers, weight = quantized("int8", 64, 32)
     x = torch.randn(20, 64, dtype=torch.float64)
-    found = activated(x, *buffers, None, 32, 64, "int8:a8", "relu2", False)
+    found = activated(x, buffers, None, 32, 64, "int8:a8", "relu2", False)
     wanted = ops.activation(x @ weight.T, "relu2")
     assert found.dtype == torch.float64 and float((found - wanted).norm() / wanted.norm()) < 0.03
 
@@ -188,8 +188,8 @@ def all_cases() -> None:
                 continue
             buffers, _ = quantized(text, inputs, 35)
             x = torch.randn(30, inputs).to(dtype)
-            as_it_is = product(x, *buffers, None, 35, inputs, text.removesuffix(":a8"))
-            assert torch.equal(product(x, *buffers, None, 35, inputs, text), as_it_is)
+            as_it_is = product(x, buffers, None, 35, inputs, text.removesuffix(":a8"))
+            assert torch.equal(product(x, buffers, None, 35, inputs, text), as_it_is)
 
 
 # ---- the option
@@ -203,8 +203,8 @@ def test_the_text_says_what_may_be_rounded() -> None:
         assert chosen.nbytes(64, 128) == plain.nbytes(64, 128) and chosen.expected_error == plain.expected_error
         assert plain.proof_tolerance < chosen.proof_tolerance < plain.proof_tolerance + 0.05
         weight = torch.randn(8, 128)
-        a, b = chosen.quantize(weight), plain.quantize(weight)
-        assert torch.equal(a.data, b.data) and torch.equal(a.scale, b.scale)
+        both = (each.quantize(weight).tensors.values() for each in (chosen, plain))
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
     for wrong in ("fp8:a8", "fp6:32:a8", "int8:a4", "int8:a8:row"):
         with pytest.raises(ConfigError):
             quant_format(wrong)

@@ -89,16 +89,16 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
     yield "linear", (empty(1, 1001, dtype=dtype), empty(1000, 1001, dtype=dtype), None), {}
     for i, text in enumerate(("int8", "int4", "fp8", "fp6", "int4:32:asymmetric", "mxfp4")):
         held = quant_format(text).quantize(torch.empty(4096, 4096, device="meta"))
-        zero = None if held.zero is None else torch.empty_like(held.zero, device="cpu")
-        data = torch.empty(4096, held.data.shape[1] // 4, dtype=torch.int32)
-        scale = torch.empty_like(held.scale, device="cpu")
+        codes, *of_groups = held.tensors.values()
+        data = torch.empty(4096, codes.shape[1] // 4, dtype=torch.int32)
+        buffers = [data, *(torch.empty_like(each, device="cpu") for each in of_groups)]
         products = []
         for rows in (1, 3, 100):
-            given = (empty(rows, 4096, dtype=dtype), data, scale, zero, None, 4096, 4096, text)
+            given = (empty(rows, 4096, dtype=dtype), buffers, None, 4096, 4096, text)
             around = (*rms, "silu", True, None) if rows < 100 else (*none, None, False, empty(rows, 4096, dtype=dtype))
             products += [("quantized_linear", given, {}), ("quantized_linear", (*given, *around), {})]
         yield from products[(which + i) % of :: of]  # of another format other ones
-        yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), data, scale, zero, 4096, 4096, text, dtype), {}
+        yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), buffers, 4096, 4096, text, dtype), {}
     yield from of_experts(dtype)
 
 
@@ -132,17 +132,15 @@ def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
         ("int4:32:asymmetric", (2048,)),
         ("mxfp4", (1,)),
     ):
-        held: list[Tensor | None] = []
+        held: list[Tensor | list[Tensor] | None] = []
         for outputs, inputs in ((count * 2 * inner, width), (count * width, inner)):
             if text is None:
                 held += [empty(outputs, inputs, dtype=dtype), None]
                 continue
             part = quant_format(text).quantize(torch.empty(8, inputs, device="meta"))
-            data = torch.empty(outputs, part.data.shape[1] // 4, dtype=torch.int32)
-            like = (
-                None if t is None else torch.empty(outputs, t.shape[1], dtype=t.dtype) for t in (part.scale, part.zero)
-            )
-            held += [data, *like, None]
+            codes, *of_groups = part.tensors.values()
+            data = torch.empty(outputs, codes.shape[1] // 4, dtype=torch.int32)
+            held += [[data, *(torch.empty(outputs, t.shape[1], dtype=t.dtype) for t in of_groups)], None]
         name, formats = ("experts", ()) if text is None else ("quantized_experts", (inner, text, text))
         for tokens in some:
             index = torch.zeros(tokens, 8, dtype=torch.int64)

@@ -21,7 +21,7 @@ from infuse import native
 from infuse.architectures import specs_for
 from infuse.architectures.attention import NoPosition, Rotary
 from infuse.layers.block import Block
-from infuse.weights.names import ModelReader
+from infuse.weights.lazy import FileTensor
 from tests.models.families import BY_NAME
 from tests.support.checkpoints import (
     bin_shards,
@@ -162,16 +162,16 @@ def test_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:
 def test_what_fails_while_values_are_read_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that ends early behind our back, in the last layer; and a value that no format can hold."""
     BY_NAME["llama"].make().save_pretrained(tmp_path)
-    read = ModelReader.read
+    read = FileTensor.read
 
-    def short(self: ModelReader, name: str, part: tuple = ()) -> torch.Tensor:
-        if name == "model.layers.2.mlp.down_proj.weight":
+    def short(self: FileTensor, part: tuple = ()) -> torch.Tensor:
+        if self.name == "model.layers.2.mlp.down_proj.weight":
             os.truncate(tmp_path / "model.safetensors", 2000)
-        return read(self, name, part)
+        return read(self, part)
 
     kept = shutil.copy(tmp_path / "model.safetensors", tmp_path / "kept")
     for _ in range(2):
-        monkeypatch.setattr(ModelReader, "read", short)
+        monkeypatch.setattr(FileTensor, "read", short)
         model = BY_NAME["llama"].make()
         wanted, before = outputs(model, "llama"), state_of(model)
         with pytest.raises(

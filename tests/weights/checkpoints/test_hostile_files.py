@@ -26,7 +26,7 @@ from infuse.config.inference import InferenceConfig, Moe, TensorParallel
 from infuse.config.quant import ModuleQuant, Quant, WeightQuant
 from infuse.shards.index import SEAL, seal
 from infuse.weights.checkpoint import Checkpoint
-from infuse.weights.names import model_reader
+from infuse.weights.model_tensors import model_tensors
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
 from tests.support.checkpoints import bin_shards, on_meta, refused, safetensors_shards, state_of
@@ -108,8 +108,8 @@ def read_all(model: nn.Module, folder: Path) -> dict[str, torch.Tensor] | None:
     """All values of `model` as the checkpoint has them; None where it is refused."""
     before = state_of(model)
     try:
-        reader = model_reader(model, Checkpoint(find_files(str(folder))))
-        found = {name: reader.read(name) for name in reader.tensors}
+        tensors = model_tensors(model, Checkpoint(find_files(str(folder)))).tensors
+        found = {name: tensor.read() for name, tensor in tensors.items()}
     except infuse.CheckpointError:
         found = None
     assert state_of(model) == before

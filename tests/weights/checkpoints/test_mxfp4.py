@@ -54,7 +54,7 @@ def stored(folder: Path, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
         if ours == "up":
             blocks, exponents = (torch.cat((one[:, 0::2], one[:, 1::2]), 1) for one in (blocks, exponents))
         weight = from_blocks(blocks.flatten(0, 1), exponents.flatten(0, 1))
-        found[ours] = weight.data, weight.scale
+        found[ours] = weight.tensors["data"], weight.tensors["scale"]
     return found
 
 
@@ -69,7 +69,7 @@ def test_codes_are_kept_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatc
         experts = engine.module.model.layers[layer].mlp.experts
         for name, (data, scale) in stored(folder, layer).items():
             held = getattr(experts, name).held()
-            assert torch.equal(held.data, data) and torch.equal(held.scale, scale), name
+            assert torch.equal(held.tensors["data"], data) and torch.equal(held.tensors["scale"], scale), name
 
 
 def test_tokens_are_those_of_the_dequantized_original(folder: Path, dequantized: Any) -> None:
@@ -111,7 +111,7 @@ def test_our_shards_keep_them_too(folder: Path, tmp_path: Path) -> None:
     for layer in range(2):
         for name, (data, scale) in stored(folder, layer).items():
             held = getattr(again.module.model.layers[layer].mlp.experts, name).held()
-            assert torch.equal(held.data, data) and torch.equal(held.scale, scale)
+            assert torch.equal(held.tensors["data"], data) and torch.equal(held.tensors["scale"], scale)
     assert torch.equal(logits(again), logits(engine))
 
 
@@ -119,7 +119,7 @@ def on_rank(folder: Path, tp: int, ep: int) -> tuple[Tensor, dict[str, tuple[Ten
     engine = loaded(folder, quant=KEPT, tensor_parallel={"tp_size": tp, "tp_grain_size": 8}, ep_size=ep)
     experts: Any = engine.module.model.layers[1].mlp.experts
     held = {name: getattr(experts, name).held() for name in ("up", "down")}
-    return logits(engine), {name: (one.data, one.scale) for name, one in held.items()}
+    return logits(engine), {name: (one.tensors["data"], one.tensors["scale"]) for name, one in held.items()}
 
 
 @pytest.mark.parametrize(("size", "tp", "ep"), [(2, 1, 2), (3, 3, 1)])

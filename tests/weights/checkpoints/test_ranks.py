@@ -14,7 +14,7 @@ import torch
 import infuse
 from infuse.parallel.slices import Span, taken
 from infuse.weights.checkpoint import Checkpoint
-from infuse.weights.names import model_reader
+from infuse.weights.model_tensors import model_tensors
 from infuse.weights.pieces import Packed, tiling
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
@@ -156,9 +156,9 @@ def test_a_slice_reads_its_bytes_alone(form: str, part: tuple, tmp_path: Path) -
     checkpoint = Checkpoint(find_files(str(tmp_path)))
     with torch.device("meta"):
         meta = BY_NAME["llama"].make(hidden_size=256, intermediate_size=1024)
-    reader, before = model_reader(meta, checkpoint), checkpoint.bytes_read
+    tensors, before = model_tensors(meta, checkpoint).tensors, checkpoint.bytes_read
     at_first = read_characters()
-    found = reader.read(name, part)
+    found = tensors[name].read(part)
     asked = read_characters() - at_first
     assert torch.equal(found, wanted[part]) and found.is_contiguous()
     assert checkpoint.bytes_read - before == found.nbytes

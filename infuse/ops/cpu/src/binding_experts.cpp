@@ -511,20 +511,23 @@ bool sum_experts(const ExpertsPart& part, const Array& x, int64_t tokens, int64_
 
 namespace {
 
+// A plain matrix alone, or the buffers of a quantized one in panels.
+LinearPart matrix_of(const std::vector<Tensor>& buffers, const std::optional<Tensor>& bias, int64_t code) {
+  // Panels may have missing rows; those of a missing expert, of fewer than 16 rows, are zero.
+  const int64_t rows = buffers[0].size(0) * (code < 0 ? 1 : kPanelRows);
+  const auto at = [&](size_t i) { return i < buffers.size() ? Maybe(buffers[i]) : std::nullopt; };
+  return {code, rows, at(0), at(1), at(2), bias ? Maybe(*bias) : std::nullopt};
+}
+
 // x [T, H], index [T, k] int64, weights [T, k] float32; matrices and biases as in ops/experts.py, quantized ones in
 // panels, with codes as in quantized_linear, -1 for plain ones. A limit of 0 is none. None if PyTorch multiplies so
 // many tokens faster.
-std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up, std::optional<Tensor> up_scale,
-                              std::optional<Tensor> up_zero, std::optional<Tensor> up_bias, Tensor down,
-                              std::optional<Tensor> down_scale, std::optional<Tensor> down_zero,
-                              std::optional<Tensor> down_bias, int64_t inner, int64_t up_code, int64_t down_code,
-                              int64_t act, bool gated, double limit, bool limit_after, double up_offset,
-                              int64_t first) {
-  // Panels may have missing rows; those of a missing expert, of fewer than 16 rows, are zero.
-  const auto rows = [](const Tensor& matrix, int64_t code) { return matrix.size(0) * (code < 0 ? 1 : kPanelRows); };
+std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, std::vector<Tensor> up,
+                              std::optional<Tensor> up_bias, std::vector<Tensor> down, std::optional<Tensor> down_bias,
+                              int64_t inner, int64_t up_code, int64_t down_code, int64_t act, bool gated, double limit,
+                              bool limit_after, double up_offset, int64_t first) {
   const ExpertsPart part{inner, act, gated, limit_after, first, limit, up_offset,
-                         {up_code, rows(up, up_code), up, up_scale, up_zero, up_bias},
-                         {down_code, rows(down, down_code), down, down_scale, down_zero, down_bias}};
+                         matrix_of(up, up_bias, up_code), matrix_of(down, down_bias, down_code)};
   Tensor y = empty_as(x);
   const bool done = sum_experts(part, x, x.size(0), index.size(1), static_cast<const int64_t*>(index.const_data_ptr()),
                                 static_cast<const float*>(weights.const_data_ptr()), Array::written(y), false);
@@ -534,9 +537,9 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
 }  // namespace
 
 INFUSE_OPERATORS(CPU,
-    {"experts(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_scale, Tensor? up_zero, Tensor? up_bias,"
-     " Tensor down, Tensor? down_scale, Tensor? down_zero, Tensor? down_bias, int inner, int up_code, int down_code,"
-     " int act, bool gated, float limit, bool limit_after, float up_offset, int first) -> Tensor?",
+    {"experts(Tensor x, Tensor index, Tensor weights, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias,"
+     " int inner, int up_code, int down_code, int act, bool gated, float limit, bool limit_after, float up_offset,"
+     " int first) -> Tensor?",
      TORCH_BOX(&experts)})
 
 }  // namespace infuse

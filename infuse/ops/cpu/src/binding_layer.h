@@ -223,7 +223,7 @@ inline bool takes(const LinearPart& linear, ScalarType type, int64_t inputs, int
   const int64_t input_bits = inputs * bits_of(code_of(linear.code));
   const bool panels = weight.dim() == 3 && weight.size(1) * 32 == input_bits && weight.size(0) * 16 >= outputs;
   const Array& scale = *linear.scale;
-  return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() &&
+  return panels && are_scales(scale, code_of(linear.code)) && scale.is_contiguous() &&
          (!linear.zero || linear.zero->is_contiguous());
 }
 

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "binding.h"
 
@@ -35,9 +36,15 @@ void tile_linear(LinearArgs& a, const Array& weight, int64_t threads);
 void tile_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
                  int64_t outputs, int64_t threads);
 
-// binding_panels.cpp: sets the weight of `a` from panels and all that describes it.
+// binding_panels.cpp: sets the weight of `a` from panels and all that describes it; the buffers of a format in order.
 void take_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
                  int64_t outputs);
+void take_panels(LinearArgs& a, const std::vector<Tensor>& buffers, int64_t code, int64_t outputs);
+// Whether kernels read scales of this type for a code.
+inline bool are_scales(const Array& scale, Code code) {
+  const ScalarType type = scale.scalar_type();
+  return type == ScalarType::BFloat16 || (type == ScalarType::Half && has_half_scales(code));
+}
 // Whether to round x to 8 bits: if the code allows it and there is no AMX, which multiplies bf16 faster.
 bool takes_integers(const LinearArgs& a, int64_t code);
 

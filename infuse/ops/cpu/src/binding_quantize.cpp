@@ -1,6 +1,6 @@
 // The search for each group's grid as a PyTorch operator. ops/cpu/quantize.py checks shapes, dtypes and layouts.
 #include <atomic>
-#include <optional>
+#include <vector>
 
 #include "binding.h"
 
@@ -19,18 +19,19 @@ Grids grids_of(Code code, bool zeros) {
   }
 }
 
-// Fills data, scale and zero. Returns false, with undefined contents, if a value cannot be stored.
-bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t code, Tensor data, Tensor scale,
-              std::optional<Tensor> zero) {
+// Fills data, scale and, if there is one, zero. Returns false, with undefined contents, if a value cannot be stored.
+bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t code, std::vector<Tensor> buffers) {
+  const Tensor &data = buffers[0], &scale = buffers[1];
+  const bool zero = buffers.size() > 2;
   QuantizeArgs a{};
   a.weight = weight.const_data_ptr();
   a.data = data.mutable_data_ptr();
   a.scale = static_cast<uint16_t*>(scale.mutable_data_ptr());
-  a.zero = zero ? static_cast<int8_t*>(zero->mutable_data_ptr()) : nullptr;
+  a.zero = zero ? static_cast<int8_t*>(buffers[2].mutable_data_ptr()) : nullptr;
   a.candidates = static_cast<const float*>(candidates.const_data_ptr());
   a.count = candidates.size(0);
   a.largest_weight = float(largest_weight);
-  a.grids = grids_of(Code(code), bool(zero));
+  a.grids = grids_of(Code(code), zero);
   a.type = type_of(weight);
   const int64_t groups = scale.numel();
   a.length = groups ? weight.numel() / groups : 0;
@@ -46,7 +47,7 @@ bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t c
 }  // namespace
 
 INFUSE_OPERATORS(CPU,
-    {"quantize(Tensor weight, Tensor candidates, float largest_weight, int code, Tensor(a!) data, Tensor(b!) "
-     "scale, Tensor(c!)? zero) -> bool", TORCH_BOX(&quantize)})
+    {"quantize(Tensor weight, Tensor candidates, float largest_weight, int code, Tensor(a!)[] buffers) -> bool",
+     TORCH_BOX(&quantize)})
 
 }  // namespace infuse

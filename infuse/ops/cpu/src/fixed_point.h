@@ -17,9 +17,6 @@ namespace INFUSE_ISA {
   return sum;
 }
 
-// Codes are multiplied as unsigned: this offset is added to them, and offset * sum of x is subtracted from the result.
-template <Code C>
-constexpr int kMoved = C == Code::int8 ? 128 : 8;
 // The unsigned codes of quad `quad` of a word.
 template <Code C>
 [[gnu::always_inline]] inline __m512i moved_codes(__m512i word, int quad) {

@@ -53,7 +53,7 @@ void arrange_group_bytes(const LinearArgs& a, const T* x, int64_t length, int64_
   }
   const __m128i sums = lanes_of_four(lanes, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
   alignas(16) uint32_t starts[4];
-  _mm_store_si128(reinterpret_cast<__m128i*>(starts), _mm_mullo_epi32(sums, _mm_set1_epi32(-kMoved<C>)));
+  _mm_store_si128(reinterpret_cast<__m128i*>(starts), _mm_mullo_epi32(sums, _mm_set1_epi32(-Coding<C>::moved)));
   for (int g = 0; g < N; ++g, to += words) {
     to[kStart * count + r] = starts[g];
     std::memcpy(to + kScale * count + r, &fixed.scale[g], 4);
@@ -129,8 +129,8 @@ void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t 
   const int64_t groups = a.groups, words = a.inputs / groups / 4, beyond = a.gated ? a.outputs / 2 : kPanelRows;
   // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
-  const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left,
-      *right_scale = reinterpret_cast<const bf16*>(a.scale) + right;
+  const Scales of_weight(a);
+  const uint16_t *left_scale = a.scale + left, *right_scale = a.scale + right;
   const int8_t *left_zero = a.zero + left, *right_zero = a.zero + right;
   const bool far = a.rows * a.inputs > kFarXBytes;
   Vec sums[R][2];  // in registers: an array in memory took a tenth of the time
@@ -159,15 +159,15 @@ void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t 
       }
     }
     x += (R - 1) * words;
-    const Vec scale0 = load(left_scale + g * kPanelRows, kPanelRows),
-        scale1 = load(right_scale + g * kPanelRows, kPanelRows);
+    const Vec scale0 = of_weight.load(left_scale + g * kPanelRows),
+        scale1 = of_weight.load(right_scale + g * kPanelRows);
     const float* scales = reinterpret_cast<const float*>(header + kScale * R);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Vec scale(scales[r]);
       Vec sum0 = _mm512_cvtepi32_ps(low[r]), sum1 = _mm512_cvtepi32_ps(high[r]);
       if constexpr (zeros) {  // before scaling: the two parts may be far larger than their difference
-        const Vec moved(kZeroUnit<C> / kMoved<C> * float(int(header[kStart * R + r])));  // exact
+        const Vec moved(Coding<C>::zero_unit / Coding<C>::moved * float(int(header[kStart * R + r])));  // exact
         sum0 = fma(load_zeros(left_zero + g * kPanelRows), moved, sum0),
             sum1 = fma(load_zeros(right_zero + g * kPanelRows), moved, sum1);
       }

@@ -23,7 +23,8 @@ struct LinearArgs {
   Type type;  // of x, y, bias
 
   Code code;              // of a quantized weight
-  const uint16_t* scale;  // bf16
+  const uint16_t* scale;  // bf16 or, if half_scales, f16
+  bool half_scales;
   const int8_t* zero;     // or null
   int64_t groups;
   const int64_t* index;   // the rows of the weight that `gather` reads

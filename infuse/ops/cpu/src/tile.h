@@ -46,18 +46,20 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int6
     }
     return;
   }
-  const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
+  const Scales scales(a);
+  const uint16_t* of_panel = a.scale + panel * a.groups * kPanelRows;
   for (int64_t u = begin / kUnit<C>; u < last;) {
     const int64_t g = u / in_group, stop = (g + 1) * in_group < last ? (g + 1) * in_group : last;
     const uint8_t* p = static_cast<const uint8_t*>(a.weight) + (panel * units + u) * kUnitBytes<C>;
-    const Vec scale = load(scales + g * kPanelRows, kPanelRows);
-    const Vec shift = zeros ? load_zeros(a.zero + (panel * a.groups + g) * kPanelRows) * Vec(kZeroUnit<C>) : Vec();
+    const Vec scale = scales.load(of_panel + g * kPanelRows);
+    const int8_t* of_group = a.zero + (panel * a.groups + g) * kPanelRows;
+    const Vec shift = zeros ? load_zeros(of_group) * Vec(Coding<C>::zero_unit) : Vec();
     for (; u < stop; ++u, p += kUnitBytes<C>) {
       prefetch_unit<C>(p + kAhead);
       const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 4
       for (int j = 0; j < kUnit<C>; j += 2, to += 2 / kInWord<T> * kTileOutputs) {
-        Vec even = codes<C>(d, j), odd = codes<C>(d, j + 1);
+        Vec even = Coding<C>::values(d.words, j), odd = Coding<C>::values(d.words, j + 1);
         if constexpr (zeros) even = even - shift, odd = odd - shift;
         store_words<T>(to, even * scale, odd * scale);
       }

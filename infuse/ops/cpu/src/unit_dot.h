@@ -93,7 +93,7 @@ struct UnitDot {
       const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 16
       for (int j = 0; j < kUnit<C>; ++j) {
-        const Vec w = codes<C>(d, j);
+        const Vec w = Coding<C>::values(d.words, j);
         for (int r = 0; r < R; ++r) this->partial[j % this->chains][r] =
             fma(w, Vec(x[j * R + r]), this->partial[j % this->chains][r]);
       }
@@ -132,7 +132,7 @@ struct UnitDot<bf16, C> {
       const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 8
       for (int pair = 0; pair < kUnit<C> / 2; ++pair) {
-        const __m512bh w = reinterpret_cast<__m512bh>(float_pair<C>(d, pair));
+        const __m512bh w = reinterpret_cast<__m512bh>(Coding<C>::pair(d.words, pair));
         Vec(&sums)[R] = this->partial[pair % this->chains];
         for (int r = 0; r < R; ++r) sums[r] = _mm512_dpbf16_ps(sums[r].v, w, repeated(x[pair * R + r]));
       }
@@ -193,7 +193,7 @@ struct IntegerDot {
         at[0] = digits[0][q], at[1] = digits[1][q];
       }
     }
-    header[0] = -uint32_t(kMoved<C>) * uint32_t(_mm512_reduce_add_epi32(sum));
+    header[0] = -uint32_t(Coding<C>::moved) * uint32_t(_mm512_reduce_add_epi32(sum));
     std::memcpy(header + 1, &fixed.scale, 4);
   }
 

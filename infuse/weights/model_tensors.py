@@ -1,0 +1,216 @@
+"""ModelTensors: a checkpoint's tensors by the names of a model. All that does not match is one error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.architectures import bind_any, specs_for
+from infuse.errors import CheckpointError, SpecMismatch
+from infuse.weights.checkpoint import Checkpoint, in_words, same_values
+from infuse.weights.foreign import Recognised, Unread, recognised
+from infuse.weights.lazy import LazyTensor
+from infuse.weights.names import Naming, held
+from infuse.weights.pieces import Packed, packed_qkv
+from infuse.weights.saved_shards import SavedShards
+
+_FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The `tensors` of a checkpoint by the model's names, tied ones by each of theirs.
+
+    `notes` reports tensors unknown to the model and copies that differ.
+    """
+
+    checkpoint: Checkpoint | SavedShards
+    tensors: Mapping[str, LazyTensor]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Faults:
+    """What does not match: tensors that the checkpoint lacks, those of another model, those that do not fit."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+
+    def raise_any(self, form: str) -> None:
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "misshaped": self.misshaped}
+        lines = [f"  {kind}  {line}" for kind, faults in kinds.items() for line in faults]
+        if lines:
+            counts = ", ".join(f"{len(faults)} {kind}" for kind, faults in kinds.items() if faults)
+            if any(name.endswith((".attn_qkvw", ".inter_w")) for name in self.unexpected):
+                what = "these are layers as DeepSpeed replaces them"
+                lines.append(f"{what}; give the checkpoint that they were made from")
+            raise CheckpointError(f"the checkpoint ({form}) is not this model's: {counts}\n" + "\n".join(lines))
+
+
+def model_tensors(
+    model: nn.Module, checkpoint: Checkpoint | SavedShards, without: Callable[[str], bool] = lambda name: False
+) -> ModelTensors:
+    """Find the tensors of `model` in a checkpoint; CheckpointError lists all missing, unexpected and misshaped ones.
+
+    Names for which `without` returns True are ignored on both sides. Buffers may be missing if transformers allows it.
+    """
+    expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
+    naming = Naming(model)
+    by_name, names = _by_name(naming, [name for name in checkpoint.pieces if not without(name)], expected)
+    foreign = Recognised()
+    if isinstance(checkpoint, Checkpoint):
+        shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+        foreign = recognised(Unread(checkpoint, model, naming, tuple(names), by_name, shapes))
+    faults = _Faults(misshaped=[f"{name}: {fault}" for name, fault in foreign.faults.items()])
+    matching = _Matching(
+        checkpoint,
+        expected,
+        {name: stored for name, stored in by_name.items() if stored not in foreign.used},
+        dict(foreign.tensors),
+        packings(model) if checkpoint.in_pieces else {},
+        faults,
+    )
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in expected.items():
+        if name not in foreign.faults:
+            by_tensor.setdefault(id(tensor), []).append(name)
+    optional = _patterns(model, "_keys_to_ignore_on_load_missing")
+    for tied in by_tensor.values():
+        matching.match(tied, may_be_missing=not isinstance(expected[tied[0]], nn.Parameter) and optional(tied[0]))
+    faults.unexpected, harmless = _judged(model, naming, [name for name in names if name not in foreign.used])
+    if not checkpoint.told:
+        faults.misshaped += [f"{name}: several files have it, with other values" for name in matching.drifted]
+    faults.raise_any(checkpoint.form)
+    notes = []
+    if harmless:
+        what = f"the checkpoint has {len(harmless)} tensors that the model has no place for"
+        notes.append(f"{what}: {', '.join(harmless)}")
+    if matching.drifted:
+        what = f"{len(matching.drifted)} tensors that ranks saved whole differ between them"
+        notes.append(f"{what}; the first rank's are taken: {', '.join(matching.drifted)}")
+    return ModelTensors(checkpoint, matching.tensors, tuple(notes))
+
+
+@dataclass
+class _Matching:
+    """Collects the `tensors` of a model, beside those that are there already, and the `faults` of others.
+
+    `drifted`: the checkpoint's names of tensors that files hold with different values.
+    """
+
+    checkpoint: Checkpoint | SavedShards
+    expected: Mapping[str, Tensor]
+    by_name: dict[str, str]
+    tensors: dict[str, LazyTensor]
+    packed: Mapping[str, Packed]
+    faults: _Faults
+    drifted: list[str] = field(default_factory=list)
+
+    def match(self, tied: list[str], *, may_be_missing: bool) -> None:
+        """Find a tensor of the model, which has several names if it is `tied`."""
+        named = [name for name in tied if name in self.by_name]
+        for name in named:
+            self._take(name)
+        there = [name for name in tied if name in self.tensors]
+        if not there:
+            if not named and not may_be_missing:
+                self.faults.missing.append(" = ".join(tied))
+            return
+        first = self.tensors[there[0]]
+        for name in there[1:]:
+            if not (self.checkpoint.holds_replaced or same_values(first, self.tensors[name])):
+                what = f"the model ties it to {there[0]}, the checkpoint has other values for it"
+                self.faults.misshaped.append(f"{name}: {what}; untie it in the model's config")
+        for name in tied:
+            self.tensors.setdefault(name, first)
+
+    def _take(self, name: str) -> None:
+        """Take the tensor that the model's `name` finds, if it fits."""
+        stored, needed = self.by_name[name], self.expected[name]
+        wanted, pieces = tuple(needed.shape), self.checkpoint.pieces[stored]
+        joined = self.checkpoint.joined(stored, wanted, self.packed.get(name))
+        if joined is None:
+            self.faults.misshaped.append(f"{name}: {in_words(pieces.shapes)}, the model has {wanted}")
+            return
+        self.tensors[name] = joined
+        if _kind(pieces.dtype) != _kind(needed.dtype):
+            self.faults.misshaped.append(f"{name}: {pieces.dtype}, the model has {needed.dtype}")
+        elif not pieces.are_copies(wanted):
+            self.drifted.append(stored)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def packings(model: nn.Module) -> dict[str, Packed]:
+    """Packed matrices (q, k and v; gate and up) by their names in the model, as the specs declare them."""
+    packed: dict[str, Packed] = {}
+
+    def visit(module: nn.Module, path: str, config: Any) -> None:
+        specs = specs_for(module)
+        if not specs:
+            config = getattr(module, "config", config)
+            for name, child in module.named_children():
+                visit(child, f"{path}{name}.", config)
+            return
+        try:
+            bound = bind_any(specs, module, config)
+        except SpecMismatch:
+            return
+        lying = {parameter.target: parameter.extents for parameter in bound.shape.parameters}
+        for fill in bound.fills:
+            extents = lying.get(fill.target, ())
+            if fill.heads is not None:
+                if layout := packed_qkv(fill.packing, fill.heads):
+                    packed[path + fill.sources[0]] = layout
+            elif len(fill.sources) == 1 and len(extents) > 1:
+                packed[path + fill.sources[0]] = Packed(tuple(extent.length for extent in extents))
+
+    visit(model, "", None)
+    return packed
+
+
+def _by_name(naming: Naming, stored: list[str], expected: Mapping[str, Tensor]) -> tuple[dict[str, str], list[str]]:
+    """Map names in the model to names in the checkpoint, and list the checkpoint names that match nothing."""
+    by_name = {name: name for name in stored if name in expected}
+    left = []
+    for name in stored:
+        if name in by_name:
+            continue
+        places = [place for place in naming.variants(name) if place in expected and place not in by_name]
+        if places:
+            by_name[places[0]] = name
+        else:
+            left.append(name)
+    return by_name, left
+
+
+def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
+    patterns = [re.compile(text) for text in getattr(model, attribute, None) or ()]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def _judged(model: nn.Module, naming: Naming, left: list[str]) -> tuple[list[str], list[str]]:
+    """Sort the unmatched names into those of another model and those of heads that this class does not have.
+
+    A name inside a list of layers implies another model: more layers, or layers with other parts. Buffers that are
+    recomputed belong to neither group.
+    """
+    lists = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and path)
+    computed = {name for name, _ in model.named_buffers()}
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    foreign: list[str] = []
+    harmless: list[str] = []
+    for name in left:
+        variants = set(naming.variants(name))
+        if ignored(name) or variants & computed or name.endswith(_FORMER_BUFFERS):
+            continue
+        (foreign if any(variant.startswith(lists) for variant in variants) else harmless).append(name)
+    return foreign, harmless
