@@ -114,7 +114,7 @@ class CrossAttentionBlock:
                 held[part] = bind_feed_forward(binder, at(part), at(part))
             elif does == SKIP:
                 held[part] = bind_skip(binder, part)
-        return StreamsShape(self.layer.rpartition(".")[2], program, tuple(held.items()), self.call)
+        return StreamsShape(program, tuple(held.items()), self.layer.rpartition(".")[2], self.call)
 
 
 def _present(block: nn.Module | None, program: Program) -> Program:

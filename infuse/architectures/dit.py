@@ -155,7 +155,7 @@ class JointBlock:
         image = (*(_SECOND if second else _FIRST), *_IMAGE_MLP)
         joint = Step(JOINT, on=self.order[0], over=self.order[1])
         program = (MODULATION, modulated("norm1", IMAGE, 0), text, joint, *image, *end)
-        return StreamsShape(self.layer, program, tuple(held.items()), self.call, (TEXT, IMAGE))
+        return StreamsShape(program, tuple(held.items()), self.layer, self.call, (TEXT, IMAGE))
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class SingleBlock:
             binder.differ(f"act_mlp is a {type(activation).__name__}, not a GELU")
         act = "gelu_tanh" if getattr(activation, "approximate", "") == "tanh" else "gelu"
         held[IMAGE] = replace(heads, out=out.bias, beside=up.rows, up_bias=up.bias, activation=act)
-        return StreamsShape(self.layer, self.program, tuple(held.items()), self.call, (TEXT, IMAGE))
+        return StreamsShape(self.program, tuple(held.items()), self.layer, self.call, (TEXT, IMAGE))
 
 
 def _heads(

@@ -7,7 +7,6 @@ layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. D
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,8 +15,8 @@ from torch import nn
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import Norm
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import MixerShape, PartShape, ShapeOfParts
-from infuse.architectures.program import NORMS, PRE, Program, program_of
+from infuse.architectures.part import MixerShape, PartShape
+from infuse.architectures.program import NORMS, PRE, Program, ProgramShape, program_of
 from infuse.errors import SpecMismatch
 
 TENSOR, TUPLE, BIASED = "tensor", "tuple", "biased"  # return type of the layer's forward; BIASED: T5's, with its bias
@@ -131,19 +130,10 @@ class CallSpec:
 
 
 @dataclass(frozen=True)
-class LayerShape(ShapeOfParts):
-    """Everything that a block is built from: its steps, its parts by name, as the steps name them, and its call."""
+class LayerShape(ProgramShape):
+    """Everything that a block of one stream is built from: its steps and parts, and its call."""
 
-    program: Program
-    held: tuple[tuple[str, PartShape], ...]
     call: CallSpec = CallSpec()
-
-    @property
-    def parts(self) -> Mapping[str, PartShape]:
-        return dict(self.held)
-
-    def with_parts(self, parts: Mapping[str, PartShape]) -> LayerShape:
-        return replace(self, held=tuple((name, parts.get(name, part)) for name, part in self.held))
 
     @property
     def mixers(self) -> dict[str, MixerShape]:

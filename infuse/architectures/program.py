@@ -20,8 +20,14 @@ ops/cpu/src/binding_layer.h.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from infuse.architectures.part import PartShape, ShapeOfParts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
@@ -157,3 +163,27 @@ def folded(program: Program) -> Program:
         else:
             steps.append(step)
     return tuple(steps)
+
+
+@dataclass(frozen=True)
+class ProgramShape(ShapeOfParts):
+    """A block: its steps, and its parts by name, as the steps name them."""
+
+    program: Program
+    held: tuple[tuple[str, PartShape], ...]
+
+    @property
+    def parts(self) -> Mapping[str, PartShape]:
+        return dict(self.held)
+
+    def with_parts(self, parts: Mapping[str, PartShape]) -> Self:
+        return replace(self, held=tuple((name, parts.get(name, part)) for name, part in self.held))
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Those of its parts, and of the sums before norms and with gates; without those of linears."""
+        steps, parts = merged(self.program), self.parts
+        norms = [parts[step.part] for step in steps if step.does in (ADD_NORM, ADD_NORM_STREAM) and not step.by]
+        sums = [each for norm in norms for name in norm.ops for each in (name, f"add_{name}")]
+        gated = ["gated_add"] if any(step.does == ADD and step.by for step in steps) else []
+        return tuple(dict.fromkeys((*sums, *super().ops, *gated)))

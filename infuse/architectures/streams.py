@@ -17,7 +17,7 @@ from infuse.architectures.module import ModuleShape, class_path
 from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import WHOLE, Matrix, Parameter, PartShape, inside
-from infuse.architectures.program import ADD, ADD_NORM, IMAGE, MODULATE, NORM, Program, Step, merged
+from infuse.architectures.program import ADD, IMAGE, MODULATE, NORM, ProgramShape, Step
 
 _NORMS = "diffusers.models.normalization."
 _LABELLED_TIME = "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings"
@@ -33,33 +33,16 @@ VECTORS: Mapping[str, int] = {ZERO: 6, ZERO_X: 9, CONTINUOUS: 2, SINGLE: 3, SHIF
 
 
 @dataclass(frozen=True)
-class StreamsShape(ModuleShape):
-    """A block that runs a program. `held` are its parts by name, as the steps name them.
+class StreamsShape(ProgramShape, ModuleShape):
+    """A block over several streams.
 
     `call`: the arguments after hidden_states, in order, each with the value that it is (architectures/program.py).
     `returns`: the streams that the block returns, as a tuple if there are several.
     """
 
     layer: str
-    program: Program
-    held: tuple[tuple[str, PartShape], ...]
     call: tuple[tuple[str, str], ...]
     returns: tuple[str, ...] = (IMAGE,)
-
-    @property
-    def parts(self) -> Mapping[str, PartShape]:
-        return dict(self.held)
-
-    def with_parts(self, parts: Mapping[str, PartShape]) -> StreamsShape:
-        return replace(self, held=tuple((name, parts.get(name, part)) for name, part in self.held))
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        steps, held = merged(self.program), self.parts
-        fused = [held[step.part] for step in steps if step.does == ADD_NORM and not step.by]
-        sums = [f"add_{name}" for norm in fused for name in norm.ops]
-        gated = ["gated_add"] if any(step.does == ADD and step.by for step in steps) else []
-        return tuple(dict.fromkeys((*super().ops, *sums, *gated)))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from infuse.layers.contract import NEUTRAL
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.stack import Answer, StackCall
-from infuse.ops.cpu.layer import CosSin
+from infuse.ops.cpu.program import CosSin
 from infuse.temporary_hooks import TemporaryHooks
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
@@ -100,7 +100,7 @@ class DirectSteps:
             return None
         used = (*parts.above, parts.embedding, *parts.blocks, normed.module, parts.head)
         modules = [(each, type(each), type(each).forward) for each in used]
-        if self.modules != modules or self.stack is None:
+        if self.modules != modules or self.stack is None or self.stack.dtype is not embedded.output.dtype:
             self.stack = StackCall.of(parts.embedding, parts.blocks, normed.module, parts.head, embedded.output)
             self.modules, self.proven = modules, False
         answer = None if self.stack is None else self.stack.begin(embedded.output, cache)

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import softplus
 
 from infuse import ops
-from infuse.architectures.attention import GATE_SIGMOID, AttentionShape
+from infuse.architectures.attention import GATE_SIGMOID, AttentionShape, NoPosition
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
@@ -22,16 +22,19 @@ from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import attribute, is_paged, named_attention
+from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
 from infuse.ops.cache_rows import values_of
 
 
-class Attention(Mixer[AttentionShape]):
+class Attention(Mixer[AttentionShape], NativeMixer):
     """Compute residual + attention(norm(x)); norm and residual are optional and run inside the products if they fuse.
 
     `forward` returns (output [B, T, C], weights [B, H, T, L] or None).
     """
+
+    struct, mixed = "attention", True
 
     def __init__(self, shape: AttentionShape, context: BuildContext):
         super().__init__(shape, context)
@@ -111,6 +114,41 @@ class Attention(Mixer[AttentionShape]):
         if gate is not None:
             out = self._gated(out, gate)
         return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
+
+    def native(self, to: PartWriter) -> None:
+        shape = self.shape
+        decline_if(
+            {
+                "q, k and v are clipped": shape.clip,
+                "q and k are normalised after the rotation": shape.norm_after,
+                "attention has an output gate": shape.gate is not None,
+                "ranks share the heads": shape.head_counts,
+                "an encoder's attention has a window": to.of_encoder and shape.window,
+                "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, NoPosition),
+            }
+        )
+        to.put(heads=shape.heads, kv_heads=shape.kv_heads, width=shape.head_width, window=shape.window)
+        to.put(interleaved=self.positions.interleaved)
+        to.put_reals(scale=shape.scale, softcap=shape.softcap)
+        to.tensor("sinks")
+        for name in ("qkv", "out", "q_norm", "k_norm"):
+            to.part(name)
+        to.storage("keys", "values")
+
+    def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
+        cache, mask, (batch, tokens, _) = inputs.cache, inputs.mask, x_BTC.shape
+        if cache is None:
+            return NativeInputs(mask=None if mask is None else self.allowed(mask, tokens, x_BTC.dtype))
+        slot = cache.slot(self._index)
+        if slot.place is not None or slot.row_lengths is not None:
+            return None
+        start = slot.reserve(batch, tokens, self._rows, x_BTC, self.filler)
+        positions: Any = self._modules["positions"]
+        cos, sin = positions.cos_sin(inputs) or (None, None)
+        bias = positions.bias(inputs, batch, start + tokens)
+        if mask is not None:
+            mask = self.allowed(mask, start + tokens, x_BTC.dtype)
+        return NativeInputs(cos, sin, -1, mask, bias, slot.key_storage, slot.value_storage, start)
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]."""

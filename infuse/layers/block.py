@@ -15,9 +15,8 @@ from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.layer import BIASED, TUPLE, LayerShape
-from infuse.architectures.norm import NormShape
-from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, folded, merged, on_ranks, reduces
 from infuse.architectures.program import MLP as MLP_STEP
+from infuse.architectures.program import folded, merged, on_ranks, reduces
 from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
@@ -42,16 +41,6 @@ from infuse.parallel.group import LOCAL, Group
 LEAST_PADDING = 1 / 16
 _FUSED = (MLP, MoE)  # parts that take norm and residual
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
-
-
-def block_ops(shape: LayerShape) -> tuple[str, ...]:
-    """Return the names of the ops that a block of this shape calls, except those of its linears."""
-    fused = any(step.does in (ADD_NORM, ADD_NORM_STREAM) for step in merged(shape.program))
-    norms = [name for part in shape.parts.values() if isinstance(part, NormShape) for name in part.ops]
-    sums = [f"add_{name}" for name in norms] if fused else []
-    alone = [each for pair in zip(norms, sums, strict=True) for each in pair] if fused else norms
-    others = [name for part in shape.parts.values() if not isinstance(part, NormShape) for name in part.ops]
-    return tuple(dict.fromkeys((*alone, *others)))
 
 
 class Block(InferenceModule):
@@ -92,7 +81,7 @@ class Block(InferenceModule):
             self._steps_of_few = compiled(of_few, self.reduce)
             self._passed_by = {*self._mixers, *self._products, *(norm for norm in norms if norms.count(norm) > 1)}
             self._forwards = [(name, type(parts[name]).forward) for name in (*self._mixers, *self._products)]
-        self._one_call = make_one_call(self, self._program, bodies, index)
+        self._one_call, self._runs_in_parts = make_one_call(self, self._program, bodies, index)
         mixers = shape.mixers.values()
         self._heads = max(mixer.all_heads for mixer in mixers)
         self._inverted_mask = any(mixer.inverted_mask for mixer in mixers)
@@ -101,6 +90,9 @@ class Block(InferenceModule):
         self._index, self._layer, self._values = index, layer, shape.call.values
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values}
         self._served |= {*filter(None, (self._bias_argument,))}
+
+    def extra_repr(self) -> str:
+        return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
 
     def ignore(self, keywords: frozenset[str]) -> None:
         """Take these keywords, too, which the original ignores."""

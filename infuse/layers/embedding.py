@@ -15,11 +15,14 @@ from infuse.architectures.plain import EmbeddingShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Linear, Quantized
+from infuse.layers.native_part import NONE, NativePart, PartWriter
 from infuse.parallel.group import Combine
 
 
-class QuantizedEmbedding(Quantized):
+class QuantizedEmbedding(Quantized, NativePart):
     """Look up rows of a quantized table: index [...] → [..., width] in the model's compute dtype."""
+
+    struct = "linear"
 
     def __init__(
         self,
@@ -40,6 +43,10 @@ class QuantizedEmbedding(Quantized):
 
     def _rows(self, index: Tensor) -> Tensor:
         return self._body(index, self.listed(), *self._sizes, self.dtype)
+
+    def native(self, to: PartWriter) -> None:
+        self.write_weight(to)
+        to.put(bias=NONE)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"

@@ -19,6 +19,8 @@ from infuse.layers import autocast
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
 from infuse.layers.named_experts import NamedExperts
+from infuse.layers.native_part import NativePart, PartWriter
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
 
@@ -30,12 +32,13 @@ def experts_op(format: str | None) -> str:
     return "quantized_experts" if format else "experts"
 
 
-class ExpertMatrix(InferenceModule):
+class ExpertMatrix(InferenceModule, NativePart):
     """One matrix of all `experts`, [rows of all experts, inputs], and its bias. `Experts` computes with it.
 
     `first_use` is set if the weight is mapped from a file. `layout`, the kernel's, is None: it reads plain rows.
     """
 
+    struct = "linear"
     weight: nn.Parameter
     bias: nn.Parameter | None
     layout: str | None = None
@@ -53,6 +56,10 @@ class ExpertMatrix(InferenceModule):
         held = self._parameters
         return held["weight"], held["bias"]
 
+    def native(self, to: PartWriter) -> None:
+        to.must_stay_none("first_use")  # Python checks the pages of mapped experts
+        to.plain_matrix(self.out_features)
+
     def hold_stored(
         self, tensors: Mapping[str, Tensor], layout: str | None, device: torch.device, first_use: FirstUse | None
     ) -> None:
@@ -61,9 +68,10 @@ class ExpertMatrix(InferenceModule):
         self.weight, self.first_use = nn.Parameter(tensors["weight"], requires_grad=False), first_use
 
 
-class QuantizedExpertMatrix(Quantized):
+class QuantizedExpertMatrix(Quantized, NativePart):
     """Like ExpertMatrix, with a quantized weight."""
 
+    struct = "linear"
     bias: nn.Parameter | None
     first_use: FirstUse | None = None
 
@@ -76,6 +84,11 @@ class QuantizedExpertMatrix(Quantized):
     def arguments(self) -> tuple:
         """The op's arguments for this matrix."""
         return self.listed(), self._parameters["bias"]
+
+    def native(self, to: PartWriter) -> None:
+        to.must_stay_none("first_use")
+        self.write_weight(to)
+        to.tensor("bias")
 
     def unprepare(self) -> None:
         """Hold the weight as its format defines it, not in the layout of the chosen body."""
@@ -131,7 +144,7 @@ class QuantizedExpertMatrix(Quantized):
         return f"{self.out_features}, {self.in_features}, bias={self.bias is not None}, format={self.format}"
 
 
-class Experts(InferenceModule, CastsOnUse):
+class Experts(InferenceModule, NativePart, CastsOnUse):
     """All experts of one layer. `formats` has the formats of `up.weight` and `down.weight`: both or none.
 
     forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) → [T, H] in the dtype of the hidden states:
@@ -140,6 +153,7 @@ class Experts(InferenceModule, CastsOnUse):
     None: it cannot name one.
     """
 
+    struct, mixed = "experts", True
     up: ExpertMatrix | QuantizedExpertMatrix
     down: ExpertMatrix | QuantizedExpertMatrix
     named: NamedExperts | None = None
@@ -186,6 +200,15 @@ class Experts(InferenceModule, CastsOnUse):
         y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
 
+    def native(self, to: PartWriter) -> None:
+        gate = self.shape.gate
+        to.must_hold(_computes_itself)
+        to.put(inner=self.shape.inner, act=ACTIVATION_NUMBERS[gate.activation], gated=gate.gated, first=gate.first)
+        to.put(limit_after=gate.limit_after)
+        to.put_reals(limit=gate.limit, up_offset=gate.up_offset)
+        to.part("up")
+        to.part("down")
+
     def _refuse_shapes(self, *given: Tensor) -> NoReturn:
         found = ", ".join(str(list(tensor.shape)) for tensor in given)
         raise ValueError(f"experts: found {found}; needed: [T, {self.shape.hidden}], index [T, K] and weights [T, K]")
@@ -213,6 +236,11 @@ class Experts(InferenceModule, CastsOnUse):
             if matrix.prepared:
                 matrix.unprepare()
         self._bound = ops.quantized_experts.bound(ops.REFERENCE)
+
+
+def _computes_itself(experts: Experts) -> bool:
+    named = experts.named
+    return named is None or named.is_ours
 
 
 def mapped_bytes(model: nn.Module) -> int:

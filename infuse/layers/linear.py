@@ -14,8 +14,10 @@ from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
+from infuse.layers.native_part import NONE, NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm
 from infuse.layers.recorders import has_active_hooks
+from infuse.ops.cpu.quantized_linear import code_of
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -154,6 +156,17 @@ class Quantized(InferenceModule):
         weight = QuantizedWeight(self.tensors, self._sizes[:2], self.format)
         return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
+    def write_weight(self, to: PartWriter) -> None:
+        """Write the fields of a matrix in C++ but its bias."""
+        to.put(code=code_of(str(self.format)), outputs=self._sizes[0])
+        to.must_stay_true("prepared")
+        names = iter(self._names)
+        for field in ("weight", "scale", "zero"):
+            if name := next(names, ""):
+                to.tensor(field, name, is_there=True)
+            else:
+                to.put(**{field: NONE})
+
     @property
     def weight(self) -> Tensor:
         """The quantized data, for code that asks for its device. T5 casts its input to this dtype unless it is int8."""
@@ -167,8 +180,10 @@ class Quantized(InferenceModule):
             )
 
 
-class Linear(InferenceModule, nn.Linear):
+class Linear(InferenceModule, NativePart, nn.Linear):
     """x @ weight.T + bias. A subclass of nn.Linear for code that searches for one."""
+
+    struct = "linear"
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
@@ -193,10 +208,15 @@ class Linear(InferenceModule, nn.Linear):
             y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
+    def native(self, to: PartWriter) -> None:
+        decline_if({"ranks share a product": self._combine is not None})
+        to.plain_matrix(self.out_features)
 
-class QuantizedLinear(Quantized):
+
+class QuantizedLinear(Quantized, NativePart):
     """x @ dequantize(buffers).T + bias."""
 
+    struct = "linear"
     bias: nn.Parameter | None
 
     def __init__(
@@ -231,6 +251,11 @@ class QuantizedLinear(Quantized):
         if dtype is not None and x.dtype is not torch.float64:
             y = y.to(dtype)
         return y if self._combine is None else self._combine(y)
+
+    def native(self, to: PartWriter) -> None:
+        decline_if({"ranks share a product": self._combine is not None})
+        self.write_weight(to)
+        to.tensor("bias")
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

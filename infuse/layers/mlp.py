@@ -11,10 +11,14 @@ from infuse.architectures.mlp import MLPShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import Settled
 from infuse.layers.linear import product, takes_around
+from infuse.layers.native_part import NativePart, PartWriter
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 
-class MLP(Settled):
+class MLP(Settled, NativePart):
     """An MLP. If it is gated, the rows of `up` are [gate | up]."""
+
+    struct, mixed = "mlp", True
 
     def __init__(self, shape: MLPShape, context: BuildContext):
         super().__init__()
@@ -36,3 +40,8 @@ class MLP(Settled):
         else:
             inner = self._act(product(up, x, norm), self.activation)
         return product(held["down"], inner, None, residual)
+
+    def native(self, to: PartWriter) -> None:
+        to.put(act=ACTIVATION_NUMBERS[self.activation], gated=self.gated)
+        to.part("up")
+        to.part("down")

@@ -13,11 +13,14 @@ from infuse.layers.experts import Experts
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.mlp import MLP
+from infuse.layers.native_part import NativePart, PartWriter, decline_if
 from infuse.layers.router import Router
 
 
-class MoE(InferenceModule):
+class MoE(InferenceModule, NativePart):
     """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once."""
+
+    struct, mixed = "moe", True
 
     def __init__(self, shape: MoEShape, context: BuildContext):
         super().__init__()
@@ -26,19 +29,12 @@ class MoE(InferenceModule):
         partial = replace(context, combine=None)
         self.router = Router(shape.router, context.bodies)
         inside = f"{name}.experts."
-        held = {
-            target.removeprefix(inside): format for target, format in context.formats.items() if inside in target
-        }
+        held = {target.removeprefix(inside): format for target, format in context.formats.items() if inside in target}
         self.experts = Experts(shape.experts, held, context.bodies)
         shared = None if shape.shared is None else MLP(shape.shared, replace(partial, name=f"{name}.shared"))
         gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
         self.add_module("shared", shared)
         self.add_module("shared_gate", None if gate is None else gate.requires_grad_(False))
-
-    @property
-    def combines(self) -> bool:
-        """Whether the sum is one over ranks."""
-        return self._combine is not None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
@@ -61,3 +57,17 @@ class MoE(InferenceModule):
             out = out / 2
         out = (out if self._combine is None else self._combine(out)).view(x.shape)
         return out if residual is None else residual + out
+
+    def native(self, to: PartWriter) -> None:
+        decline_if(
+            {
+                "ranks share the mixture": self._combine is not None,
+                "mixtures of encoders run part by part": to.of_encoder,
+            }
+        )
+        to.put(averages=self.shape.combine == AVERAGE)
+        to.put_reals(scale=self.shape.scale)
+        to.part("router")
+        to.part("experts")
+        to.part("shared")
+        to.weight("shared_gate", nn.Linear)

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.norm import RMS, NormShape
 from infuse.layers.gradient import Settled
+from infuse.layers.native_part import NativePart, PartWriter, decline_if
 
 
-class Norm(Settled):
+class Norm(Settled, NativePart):
     """`forward(x)` normalises x; `add(x, residual)` returns (x + residual, norm of that sum)."""
+
+    struct = "norm"
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -45,6 +48,19 @@ class Norm(Settled):
     def arguments(self) -> tuple:
         """The arguments of this norm to an op that normalises before its product (ops/linear.py)."""
         return self.shape.kind, self.weight, self.bias, self._eps, self._offset
+
+    def native(self, to: PartWriter) -> None:
+        shape = self.shape
+        decline_if(
+            {
+                "a norm spans the heads of all ranks": shape.whole,
+                "heads have norms of their own": shape.weight is not None and len(shape.weight) != 1,
+            }
+        )
+        to.put(kind=shape.kind)
+        to.put_reals(eps=shape.eps, offset=shape.offset)
+        to.tensor("weight")
+        to.tensor("bias")
 
     def extra_repr(self) -> str:
         return f"{self.shape.kind}, {self.shape.width}, eps={self.shape.eps}"

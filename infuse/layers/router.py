@@ -8,23 +8,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.router import RouterShape
 from infuse.layers.gradient import InferenceModule, is_recorded
+from infuse.layers.native_part import NativePart, NotNative, PartWriter
+from infuse.ops.cpu.router import numbers
 
 
-class Router(InferenceModule):
+class Router(InferenceModule, NativePart):
     """Built on meta; its weights are filled in later. They keep the compute dtype: formats do not apply to routers."""
+
+    struct, mixed = "router", True
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     correction: Tensor | None
+    fed_index: Tensor
+    fed_weights: Tensor
 
     def __init__(self, shape: RouterShape, bodies: Mapping[str, str] = MappingProxyType({})):
         super().__init__()
         self.shape, self._routing = shape, shape.routing
         self._route = ops.router.bound(bodies.get("router", ops.REFERENCE))
+        self.feed()
 
         def empty(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(sizes, device="meta"), requires_grad=False)
@@ -41,7 +49,29 @@ class Router(InferenceModule):
         route: Any = self._route
         if torch.is_grad_enabled() and is_recorded(self, x):
             route = ops.router.bound(ops.REFERENCE)  # which has gradients, as lone linears do
-        return route(x.reshape(-1, self.shape.hidden), self.weight, self.bias, self.correction, *self._routing)
+        found = route(x.reshape(-1, self.shape.hidden), self.weight, self.bias, self.correction, *self._routing)
+        if is_compiling() or not self.fed_index.numel():
+            return found
+        logits, weights, _ = found
+        return logits, self.fed_weights.to(weights.dtype), self.fed_index
+
+    def feed(self, index: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Return these from now on, index and weights [T, K], for calls with T tokens; without them, its own again."""
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.fed_index = nothing if index is None else index.to(torch.int64).contiguous()
+        self.fed_weights = nothing.float() if weights is None else weights.float().contiguous()
+
+    def native(self, to: PartWriter) -> None:
+        rule = numbers(self._routing, self.shape.experts)
+        if rule is None:
+            raise NotNative("the kernel does not know the router's rule")
+        for name, value in rule._asdict().items():
+            to.put_reals(**{name: value}) if isinstance(value, float) else to.put(**{name: value})
+        to.tensor("weight")
+        to.tensor("bias")
+        to.tensor("correction")
+        to.attribute("fed_index")
+        to.attribute("fed_weights")
 
     def extra_repr(self) -> str:
         return f"experts={self.shape.experts}, top_k={self.shape.top_k}"

@@ -16,16 +16,17 @@ from infuse.layers import autocast
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Linear, Quantized, QuantizedLinear, has_no_hooks
+from infuse.layers.linear import Linear, Quantized, QuantizedLinear
 from infuse.layers.named_attention import names_ours
+from infuse.layers.native_part import FEW_TOKENS, NONE, NotNative, PartWriter, ProgramText
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
 from infuse.layers.position import PassedCosSin, Positions
 from infuse.layers.slot import KVSlot
 from infuse.native import DTYPES, kernels, limits
-from infuse.ops.cpu.layer import CosSin, HeldLayers
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
+from infuse.ops.cpu.program import CosSin, NativeProgram
 from infuse.ops.cpu.quantized_linear import dtype_of_scales
 
 
@@ -55,16 +56,18 @@ class StackCall(OneCall):
             return None
         before = [embedding] if _looks_up(embedding, x_BTC) else []
         after = [norm, head] if _normalises(norm, x_BTC) and _multiplies(head, x_BTC) else []
-        return cls(before, blocks, after, calls, attentions)
+        try:
+            return cls(before, blocks, after, calls, attentions, x_BTC)
+        except NotNative:
+            return None
 
     def __init__(
         self, before: list[nn.Module], blocks: Sequence[Any], after: list[nn.Module], calls: Sequence[StepCall],
-        attentions: Sequence[nn.Module],
+        attentions: Sequence[nn.Module], x_BTC: Tensor,
     ):  # fmt: skip
         self._roots = [*before, *blocks, *after]
-        programs = [block._program for block in blocks]
-        super().__init__(self._roots, ["embed"] * len(before) + programs + ["norm", "head"][: len(after)])
-        self.takes_ids, self.gives_logits = bool(before), bool(after)
+        super().__init__(_program(before, blocks, after, x_BTC))
+        self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._last_norm = _Written.of(after[0]) if after else None
         self._blocks, self._attentions = blocks, attentions
         self._indices = [call.index for call in calls]
@@ -77,9 +80,6 @@ class StackCall(OneCall):
         tensors, slots = self._tensors(self._roots), [cache.slot(index) for index in self._indices]
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):
             return None
-        assert self._found is not None
-        if not all(map(has_no_hooks, self._found.routers)):
-            return None
         if self._last_norm is not None and self._last_norm != _Written.of(self._last_norm.module):
             return None
         if len({slot.length for slot in slots}) != 1 or any(
@@ -89,14 +89,14 @@ class StackCall(OneCall):
         # Held as they are now: what is assigned to a parameter later does not count.
         return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC)
 
-    def held(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[HeldLayers | None, int]:
-        """Make room for a new token in each slot, and hold all for steps like x. Return for how many tokens, too."""
+    def with_room(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[NativeProgram, int]:
+        """Make room for a new token in each slot, and hold the program for these. Return for how many tokens, too."""
         for slot, attention in zip(slots, self._attentions, strict=True):
             shape: Any = attention.shape
             slot.reserve(len(x_BTC), 1, shape.cached_rows, x_BTC, attention.filler)  # type: ignore[arg-type]
-        keys, values = [slot.key_storage for slot in slots], [slot.value_storage for slot in slots]
-        held = HeldLayers.of(x_BTC, tensors, (keys, values), self._numbers)  # type: ignore[arg-type]
-        return held, min(each.shape[2] for each in keys)  # type: ignore[union-attr]
+        storages = [storage for slot in slots for storage in slot.storages]
+        native = NativeProgram(self._text, self._program.reals, tensors, storages)
+        return native, min(each.shape[2] for each in storages)
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all blocks."""
@@ -109,7 +109,7 @@ class Answer:
     def __init__(self, stack: StackCall, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor):
         self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
         self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
-        self._held, self._room_tokens = stack.held(tensors, slots, x_BTC)
+        self._native, self._room_tokens = stack.with_room(tensors, slots, x_BTC)
 
     @property
     def length(self) -> int:
@@ -121,8 +121,9 @@ class Answer:
 
         None if the model has to be called.
         """
-        held = self._with_room()
-        out = None if held is None else held.step(x, cos_sin, self.length)
+        none = None  # the program holds its storages, and there is neither a mask nor a bias
+        native = self._with_room()
+        out = native.run(x, cos_sin.cos, cos_sin.sin, cos_sin.index, none, none, none, none, self.length)
         self._append(0 if out is None else 1)
         return out
 
@@ -131,22 +132,58 @@ class Answer:
 
         None if a step gives no logits, or if the model has to be called.
         """
-        held = self._with_room() if self.takes_ids and self.gives_logits else None
-        if held is None:
+        if not (self.takes_ids and self.gives_logits):
             return None
-        tokens = held.tokens(ids_B1, cos_sin, self.length, count, ends)  # the kernel ends where the cache is full
+        # The kernel ends where the cache is full.
+        tokens = self._with_room().tokens(ids_B1, cos_sin, self.length, count, ends)
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 
-    def _with_room(self) -> HeldLayers | None:
-        """What is held, with room for another token."""
+    def _with_room(self) -> NativeProgram:
+        """The program, with room for another token."""
         if self.length >= self._room_tokens:
-            self._held, self._room_tokens = self._stack.held(self._tensors, self._slots, self._like)
-        return self._held
+            self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like)
+        return self._native
 
     def _append(self, tokens: int) -> None:
         for slot in self._slots:
             slot.length += tokens
+
+
+def _program(before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor) -> ProgramText:
+    """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them."""
+    text = ProgramText(FEW_TOKENS, len(before) + len(blocks) + len(after), whole=True)
+    for node, table in enumerate(before):
+        with text.step_of("embed"), text.inside("part", "table"):
+            _write_table(PartWriter(text, table, node), table, x_BTC)
+    for node, block in enumerate(blocks, len(before)):
+        for step in block._program:
+            text.step(step, node, block)
+    if after:
+        norm, head = after
+        with text.step_of("norm"), text.inside("part", "norm"):
+            _write_norm(PartWriter(text, norm, text.roots - 2), norm)
+        with text.step_of("head"), text.inside("part", "head"), text.inside("product", "linear"):
+            head.native(PartWriter(text, head, text.roots - 1))
+    return text
+
+
+def _write_table(to: PartWriter, table: Any, x_BTC: Tensor) -> None:
+    to.put(width=x_BTC.shape[-1], type=str(x_BTC.dtype).removeprefix("torch."))
+    with to.program.inside("rows", "linear"):
+        if isinstance(table, QuantizedEmbedding):
+            table.native(to)
+        else:
+            to.plain_matrix(table.num_embeddings)
+
+
+def _write_norm(to: PartWriter, norm: Any) -> None:
+    if isinstance(norm, Norm):
+        norm.native(to)
+    else:  # transformers' RMSNorm
+        to.put(kind="rounded_rms", bias=NONE)
+        to.put_reals(eps=norm.variance_epsilon, offset=0.0)
+        to.tensor("weight")
 
 
 def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:

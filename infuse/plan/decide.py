@@ -36,7 +36,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, SpecMismatch
 from infuse.inputs.component import is_component
-from infuse.layers.block import Block, block_ops
+from infuse.layers.block import Block
 from infuse.layers.experts import Experts
 from infuse.layers.hook import hookable
 from infuse.layers.named_experts import NamedExperts
@@ -312,7 +312,7 @@ class _Walk:
         except SpecMismatch as mismatch:
             return str(mismatch)
         shape, fills, whole = self.chosen(parts, bound.shape, path)
-        bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
+        bodies = self.bodies((*bound.shape.ops, *matrix_ops(fills, shape)))
         mixture = next((name for name, part in bound.shape.held if part.expert_count), "")
         inside = f"{mixture}.experts."
         quantized = {fill.target.removeprefix(inside): fill for fill in fills if fill.format and inside in fill.target}

@@ -48,6 +48,11 @@ def recorded(layer: nn.Module, routers: Collection[str]) -> Iterator[list[Route]
 def fed(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]) -> Iterator[None]:
     """Inside the `with`, the routers at these paths return the recorded weights and index instead of their own."""
     remaining = iter(routes)
+    modules = [layer.get_submodule(path) for path in routers]
+    if len(modules) == 1 and isinstance(modules[0], Router):
+        with _fed_by_itself(layer, modules[0], remaining):
+            yield
+        return
 
     def feed(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, _ = output
@@ -55,9 +60,25 @@ def fed(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]) -> 
         return logits, route.weights.to(weights.dtype), route.index
 
     with TemporaryHooks() as hooks:
-        for path in routers:
-            hooks.after(layer.get_submodule(path), feed)
+        for module in modules:
+            hooks.after(module, feed)
         yield
+
+
+@contextmanager
+def _fed_by_itself(layer: nn.Module, router: Router, routes: Iterator[Route]) -> Iterator[None]:
+    """The same with our router, which needs no hook: blocks with hooks inside do not run in C++."""
+
+    def feed(layer: nn.Module, args: tuple) -> None:
+        route = next(routes)
+        router.feed(route.index, route.weights)
+
+    with TemporaryHooks() as hooks:
+        hooks.before(layer, feed)
+        try:
+            yield
+        finally:
+            router.feed()
 
 
 def repeated(layer: nn.Module, routers: Collection[str], routes: Sequence[Route], dtype: torch.dtype) -> list[Route]:

@@ -20,7 +20,7 @@ from infuse.generate import direct, install
 from infuse.generate.choose import likeliest
 from infuse.layers.stack import Answer
 from infuse.native import kernels
-from infuse.ops.cpu.layer import CosSin, HeldLayers
+from infuse.ops.cpu.program import CosSin, NativeProgram
 from tests.models.families import BY_NAME, inputs
 from tests.support.one_calls import blocks
 
@@ -165,14 +165,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each call of several steps gave, however slow the machine is."""
     monkeypatch.setattr(direct, "_CALL_SECONDS", math.inf)
     found: list[int] = []
-    tokens = HeldLayers.tokens
+    tokens = NativeProgram.tokens
 
-    def noted(self: HeldLayers, *args: Any) -> Tensor | None:
+    def noted(self: NativeProgram, *args: Any) -> Tensor | None:
         out = tokens(self, *args)
         found.append(0 if out is None else out.shape[1])
         return out
 
-    monkeypatch.setattr(HeldLayers, "tokens", noted)
+    monkeypatch.setattr(NativeProgram, "tokens", noted)
     return found
 
 
@@ -298,7 +298,7 @@ def test_ids_outside_the_table_are_the_models(made: list[bool]) -> None:
 def test_held_layers_see_what_is_stored_in_weights_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
     exact, held = answer(engine), []
-    of = HeldLayers.of.__func__
+    make = NativeProgram.__init__
 
     class Streamer:
         tokens = 0
@@ -312,12 +312,12 @@ def test_held_layers_see_what_is_stored_in_weights_and_are_dropped(monkeypatch: 
         def end(self) -> None:
             pass
 
-    def noted(cls: type[HeldLayers], *args: Any) -> HeldLayers:
-        made = of(cls, *args)
-        held.append(weakref.ref(made))
-        return made
+    def noted(self: NativeProgram, text: str, *args: Any) -> None:
+        make(self, text, *args)
+        if "whole=true" in text:
+            held.append(weakref.ref(self))
 
-    monkeypatch.setattr(HeldLayers, "of", classmethod(noted))
+    monkeypatch.setattr(NativeProgram, "__init__", noted)
     assert not torch.equal(answer(engine, streamer=Streamer()), exact)
     gc.collect()
     assert len(held) == 1 and held[0]() is None

@@ -12,7 +12,7 @@ import infuse
 from infuse.architectures.attention import AttentionShape
 from infuse.architectures.program import PARALLEL, SANDWICH, program_of
 from infuse.layers import one_call
-from infuse.layers.block import Block, block_ops
+from infuse.layers.block import Block
 from infuse.layers.one_call import EncoderCall
 from infuse.native import isa, kernels
 from infuse.ops.cpu.linear import takes_tiles
@@ -175,7 +175,7 @@ def test_every_residual_shape_goes_in_one_call(residual: str, taken: list[bool])
     shape = block_of(PRE).shape
     (name,), norm = shape.mixers, shape.parts["norm1"]
     shape = replace(shape, held=(*shape.held, ("post1", norm), ("post2", norm)), program=program_of(residual, name))
-    bodies = dict.fromkeys((*block_ops(shape), "linear"), "cpu")
+    bodies = dict.fromkeys((*shape.ops, "linear"), "cpu")
     block = Block(shape, None, {}, bodies).to(torch.bfloat16).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():

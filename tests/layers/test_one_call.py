@@ -15,10 +15,12 @@ import infuse
 from infuse.architectures.attention import AttentionShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import NormShape
-from infuse.layers import one_call
+from infuse.layers.attention import Attention
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
+from infuse.layers.inputs import Inputs
 from infuse.layers.mlp import MLP
+from infuse.layers.native_part import NativeInputs
 from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from tests.models.families import DECODERS, Family, inputs
@@ -159,7 +161,7 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
         "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
         "q_norm", "k_norm", "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
     }  # fmt: skip
-    refused = {"clip", "whole", "head_counts", "causal", "norm_after", "gate"}  # by make_one_call
+    refused = {"clip", "whole", "head_counts", "causal", "norm_after", "gate"}  # by Attention.native and Norm.native
     sizes_and_names = {
         "name", "hidden", "inner", "width", "copies", "first_head", "inverted_mask", "replaces",
     }  # fmt: skip
@@ -186,10 +188,15 @@ def test_a_weight_that_no_kernel_takes_goes_part_by_part(name: str, taken: list[
 def test_the_proof_takes_steps_in_one_call(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask and without, of one token and of several."""
     masked: list[tuple[int, bool]] = []
-    step = one_call.layers_step
-    monkeypatch.setattr(one_call, "layers_step", lambda x, tensors, cos_sin, mask, *rest: (
-        masked.append((x.shape[1], mask is not None)) or step(x, tensors, cos_sin, mask, *rest)
-    ))  # fmt: skip
+    given = Attention.native_inputs
+
+    def noted(self: Attention, x: Tensor, inputs: Inputs) -> NativeInputs | None:
+        found = given(self, x, inputs)
+        assert found is not None
+        masked.append((x.shape[1], found.mask is not None))
+        return found
+
+    monkeypatch.setattr(Attention, "native_inputs", noted)
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="all")
     layers = len(blocks(engine.module))
     assert {call: masked.count(call) for call in masked} == {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,20 +34,39 @@ _WEIGHTS = (SCORE, PICKED, SOFTMAX_OF_SCORES, SIGMOID_OF_SCORES)
 _CASTS = (None, ACTIVATIONS, LOGITS)
 
 
+class RuleNumbers(NamedTuple):
+    """A rule as the kernel reads it: the arguments of its operator after the tensors, and fields of RouterPart."""
+
+    top_k: int
+    logits: int
+    score: int
+    rounded_score: bool
+    weights: int
+    normalise: bool
+    cast: int
+    in_order: bool
+    groups: int
+    kept: int
+    by_best: bool
+    eps: float
+    least: float
+    scale: float
+    fill: float
+
+
 @cache
-def numbers(rule: Routing, experts: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+def numbers(rule: Routing, experts: int) -> RuleNumbers | None:
     """The rule among so many experts as the kernel reads it; None if it does not know the rule."""
     ranks_two = rule.groups > rule.kept and rule.ranked_by == TOP2_SUM
     if rule.score not in _SCORES or rule.cap or not 1 <= rule.top_k <= experts:
         return None
     if experts % rule.groups or (ranks_two and experts // rule.groups < 2):
         return None
-    integers = (
-        rule.top_k, _LOGITS.index(rule.logits), _SCORES.index(rule.score), rule.rounded_score,
-        _WEIGHTS.index(rule.weights), rule.normalise, _CASTS.index(rule.cast), rule.in_order, rule.groups, rule.kept,
-        rule.ranked_by == MAX,
+    return RuleNumbers(
+        rule.top_k, _LOGITS.index(rule.logits), _SCORES.index(rule.score), bool(rule.rounded_score),
+        _WEIGHTS.index(rule.weights), bool(rule.normalise), _CASTS.index(rule.cast), bool(rule.in_order), rule.groups,
+        rule.kept, rule.ranked_by == MAX, float(rule.eps), float(rule.least), float(rule.scale), float(rule.fill),
     )  # fmt: skip
-    return integers, (rule.eps, rule.least, rule.scale, rule.fill)
 
 
 @router.implement("cpu", needs)
@@ -55,7 +74,7 @@ def _router(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor |
     given = numbers(Routing(*routing), weight.shape[0])
     if given is None or not 1 <= len(x) <= limits().plain_rows or not _takes(x, weight, bias, correction, routing[1]):
         return router.reference(x, weight, bias, correction, *routing)
-    return kernels().router.default(x.contiguous(), weight, bias, correction, *given[0], *given[1])
+    return kernels().router.default(x.contiguous(), weight, bias, correction, *given)
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, logits: str) -> bool:

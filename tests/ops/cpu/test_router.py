@@ -72,8 +72,8 @@ def given(rule: Routing, experts: int, tokens: int, dtype: torch.dtype, weight_d
 def test_equal_logits_choose_and_weigh_alike(name: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     for experts, tokens in product((8, 32, 512), (1, 3, limits().plain_rows)):
         for args in given(RULES[name], experts, tokens, dtype, weight_dtype):
-            integers, reals = numbers(RULES[name], experts)  # type: ignore[misc]
-            found = kernels().router.default(*args[:4], *integers, *reals)
+            rule_numbers = numbers(RULES[name], experts)  # type: ignore[misc]
+            found = kernels().router.default(*args[:4], *rule_numbers)
             for a, b in zip(found, ops.router.reference(*args), strict=True):
                 assert a.dtype == b.dtype and a.shape == b.shape
                 assert torch.equal(a, b), f"{experts} experts, {tokens} tokens"
@@ -85,10 +85,10 @@ def test_ties_are_broken_as_by_topk(in_order: bool) -> None:
     for experts in (1, 2, 3, 8, 17, 60, 64, 65, 128, 129, 512):
         for top_k in {1, 2, 4, 8, experts // 2, experts} & set(range(1, experts + 1)):
             rule = Routing(top_k, score=None, rounded_score=True, in_order=in_order)
-            integers, reals = numbers(rule, experts)  # type: ignore[misc]
+            rule_numbers = numbers(rule, experts)  # type: ignore[misc]
             for kinds in (1, 2, 5, 1000):  # kinds of logits
                 weight = torch.randint(kinds, (experts, 1)).float()
-                found = kernels().router.default(torch.ones(1, 1), weight, None, None, *integers, *reals)
+                found = kernels().router.default(torch.ones(1, 1), weight, None, None, *rule_numbers)
                 wanted = torch.topk(weight.t(), top_k, sorted=in_order)
                 assert torch.equal(found[1], wanted.values) and torch.equal(found[2], wanted.indices), experts
 
@@ -99,8 +99,8 @@ def test_logits_that_are_not_finite_choose_alike(name: str, value: float) -> Non
     for at in ((0, 0), (7, 3), (slice(None), 1)):
         for args in given(RULES[name], 8, 3, F32, F32):
             args[1][at] = value
-            integers, reals = numbers(RULES[name], 8)  # type: ignore[misc]
-            found, wanted = kernels().router.default(*args[:4], *integers, *reals), ops.router.reference(*args)
+            rule_numbers = numbers(RULES[name], 8)  # type: ignore[misc]
+            found, wanted = kernels().router.default(*args[:4], *rule_numbers), ops.router.reference(*args)
             assert torch.equal(found[2], wanted[2])
             assert torch.equal(found[1].nan_to_num(), wanted[1].nan_to_num())
 

@@ -28,7 +28,7 @@ struct Demand {
   bool codes = false, taken = true;
 
   Demand(const Program& program, int64_t columns, Type type) : read(columns) {
-    for (const Step& step : program) {
+    for (const Step& step : program.steps) {
       if (const auto* a = std::get_if<AttentionPart>(&step.part)) {
         heads = a->heads;
         read = std::max(read, heads * a->width), inner = std::max(inner, (a->all_heads() + heads) * a->width);
@@ -77,10 +77,10 @@ struct EncoderMachine {
     return to;
   }
 
-  T* attention(const AttentionPart& part) const {
+  T* apply(const AttentionPart& part, const T* from) const {
     const int64_t width = part.width;
     T *qkv = inner, *attended = qkv + rows * part.all_heads() * width, *made = fresh();
-    multiply(part.qkv, y, qkv);
+    multiply(part.qkv, from, qkv);
     AttentionArgs a{};
     a.type = kTypeOf<T>;
     a.batch = batch, a.heads = part.heads, a.kv_heads = part.kv_heads, a.tokens = a.length = tokens, a.width = width;
@@ -94,19 +94,16 @@ struct EncoderMachine {
     return made;
   }
 
-  T* mlp(const MlpPart& part) const {
+  T* apply(const MlpPart& part, const T* from) const {
     T* made = fresh();
-    multiply(part.up, y, inner, part.act, part.gated);
+    multiply(part.up, from, inner, part.act, part.gated);
     multiply(part.down, inner, made);
     return made;
   }
 
-  void begin(const LayerPart&) const {}
-  // Mixtures and scaled sums run part by part.
-  bool before_experts() const { return false; }
-  T* moe(const MoePart&) const { return nullptr; }
-  T* embed(const LinearPart&, const T*) const { return nullptr; }
-  T* head(const LinearPart&, const T*) const { return nullptr; }
+  // Other parts and scaled sums run part by part.
+  template <class Part>
+  T* apply(const Part&, const T*) const { return nullptr; }
   T* times(const T*, double) const { return nullptr; }
 
   // A buffer that holds no value.
@@ -124,7 +121,7 @@ struct EncoderMachine {
     a.x = of, a.residual = residual, a.sum = sum, a.y = to;
     a.weight = data_of(part.weight), a.bias = data_of(part.bias);
     a.rows = rows, a.columns = columns, a.type = kTypeOf<T>;
-    a.eps = float(part.eps), a.offset = float(part.offset), a.centred = part.centred;
+    a.eps = float(part.eps), a.offset = float(part.offset), a.centred = part.centred();
     over_rows(rows, columns, [&](int64_t begin, int64_t end) { kernels().norm(a, begin, end); });
     return to;
   }
@@ -186,11 +183,7 @@ bool run_layer(const EncoderCall& call, const Tensor& x, const Tensor& y) {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C], with bidirectional attention under `mask`. None if not supported.
-std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, std::optional<Tensor> mask, Tensor integers,
-                                    Tensor reals) {
-  const Program program = program_of(tensors, integers, reals);
-  if (!takes(program, x)) return std::nullopt;
+std::optional<Tensor> run_encoder(const Program& program, const Tensor& x, const std::optional<Tensor>& mask) {
   const Demand demand(program, x.size(2), type_of(x));
   const int64_t batch = x.size(0), tokens = x.size(1);
   AttentionArgs seen{};
@@ -204,9 +197,5 @@ std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, std::
   const bool made = type_of(x) == Type::f32 ? run_layer<float>(call, x, y) : run_layer<uint16_t>(call, x, y);
   return made ? std::optional(y) : std::nullopt;
 }
-
-INFUSE_OPERATORS(CPU,
-    {"encoder_layer(Tensor x, Tensor[] tensors, Tensor? mask, Tensor integers, Tensor reals) -> Tensor?",
-     TORCH_BOX(&encoder_layer)})
 
 }  // namespace infuse

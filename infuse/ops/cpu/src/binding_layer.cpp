@@ -1,12 +1,13 @@
-// Layers over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small
-// products, which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights stream through the caches,
-// calling a part from Python costs 15 to 30 us, of which 3 are computation; so a decoder's embedding, last norm and head
-// may be in the program too, and one that runs many steps is held between them.
+// Programs that are held between calls, and the machine for a few new tokens, with the kernels that layers/program.py
+// calls part by part. Small products, which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights
+// stream through the caches, calling a part from Python costs 15 to 30 us, of which 3 are computation; so a decoder's
+// embedding, last norm and head may be in the program too.
 #include "binding_layer.h"
 
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <mutex>
 
 #include "binding_linear.h"
 #include "binding_ops.h"
@@ -34,7 +35,7 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
   a.weight = part->weight ? part->weight->const_data_ptr() : nullptr;
   a.bias = part->bias ? part->bias->const_data_ptr() : nullptr;
   a.rows = together ? 1 : count, a.columns = together ? count * width : width;
-  a.eps = float(part->eps), a.offset = float(part->offset), a.centred = part->centred;
+  a.eps = float(part->eps), a.offset = float(part->offset), a.centred = part->centred();
   a.type = type_of(qkv);
   const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
   for (int64_t t = 0; t < tokens; ++t) {
@@ -44,14 +45,11 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
   }
 }
 
-// The arguments of a decoding step: each layer's keys and values [B, K, S, D] receive the new tokens at `start`.
+// What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
+// a program of several blocks holds itself.
 struct Given {
-  const Maybe &cos, &sin, &mask, &bias;
-  const std::vector<Array>&keys, &values;
+  Maybe cos, sin, mask, bias, keys, values;
   int64_t start;
-  const Maybe &index, &weights;  // of a router that has run already
-  bool before_experts;
-  const Array& like;  // [B, T, C] of the type of the results
   bool once;  // as in LinearArgs
 };
 
@@ -60,14 +58,10 @@ struct StepMachine {
   Maybe x, y = x, branch;
   std::optional<Tensor> logits;  // the memory of x after a head
   bool last = false;
-  size_t layer = 0;  // counted from 1
-  int64_t window = 0;
 
-  void begin(const LayerPart& part) { ++layer, window = part.window; }
-  bool before_experts() const { return given.before_experts; }
   Maybe norm(const NormPart& part, const Maybe& of) const {
     Maybe made = array_as(*of);
-    if (part.rounded) {
+    if (part.kind == NormKind::rounded_rms) {
       rounded_norm(*of, *part.weight, part.eps, *made);
     } else {
       infuse::norm(part.rule(), *of, *made);
@@ -86,70 +80,64 @@ struct StepMachine {
     kernels().sum_arrays({from, to.mutable_data_ptr(), 2, type_of(to)}, 0, to.numel());
     return to;
   }
-  Maybe attention(const AttentionPart& a) const {
-    const int64_t batch = x->size(0), tokens = x->size(1);
-    const Array qkv = array({batch, tokens, a.all_heads(), a.width}, *x);
-    multiply(a.qkv, *y, qkv, given.once);
+  Maybe apply(const AttentionPart& a, const Maybe& from) const {
+    const Maybe& keys = a.keys.array ? a.keys.array : given.keys;
+    const Maybe& values = a.values.array ? a.values.array : given.values;
+    if (!keys || !values) return std::nullopt;
+    const int64_t batch = from->size(0), tokens = from->size(1);
+    const Array qkv = array({batch, tokens, a.all_heads(), a.width}, *from);
+    multiply(a.qkv, *from, qkv, given.once);
     norm_heads(a.q_norm, qkv, 0, a.heads);
     norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
-    const Array &keys = given.keys.at(layer - 1), &values = given.values.at(layer - 1);
-    const Array q = array({batch, a.heads, tokens, a.width}, *x);
-    const Array attended = array({batch, tokens, a.heads, a.width}, *x);
-    if (!rotary_append(qkv, given.cos, given.sin, keys, values, given.start, a.heads, a.interleaved, q)) {
+    const Array q = array({batch, a.heads, tokens, a.width}, *from);
+    const Array attended = array({batch, tokens, a.heads, a.width}, *from);
+    if (!rotary_append(qkv, given.cos, given.sin, *keys, *values, given.start, a.heads, a.interleaved, q)) {
       return std::nullopt;
     }
-    const bool causal = !given.mask || window > 0;
-    const bool done = attend(q, keys, values, given.start + tokens, given.mask, given.bias, a.scale, causal, window,
+    const bool causal = !given.mask || a.window > 0;
+    const bool done = attend(q, *keys, *values, given.start + tokens, given.mask, given.bias, a.scale, causal, a.window,
                              a.softcap, a.sinks, attended);
-    return done ? times(a.out, attended) : std::nullopt;
+    return done ? times(a.out, attended, *from) : std::nullopt;
   }
-  Maybe mlp(const MlpPart& a) const {
-    const Array inner = array_rows(*x, a.up.outputs), active = array_rows(*x, a.inner());
-    multiply(a.up, *y, inner, given.once);
+  Maybe apply(const MlpPart& a, const Maybe& from) const {
+    const Array inner = array_rows(*from, a.up.outputs), active = array_rows(*from, a.inner());
+    multiply(a.up, *from, inner, given.once);
     const bool done = a.gated ? gated_activation(inner, a.act, active) : activation(inner, a.act, active);
-    return done ? times(a.down, active) : std::nullopt;
+    return done ? times(a.down, active, *from) : std::nullopt;
   }
-  Maybe moe(const MoePart& a) const {
-    const int64_t columns = x->size(2), tokens = x->numel() / columns;
-    std::vector<float> weights;
-    std::vector<int64_t> chosen;
-    const int64_t* index = nullptr;
-    if (given.index && given.weights) {
-      weights.resize(size_t(given.weights->numel()));
-      widen(*given.weights, weights.data());
-      index = static_cast<const int64_t*>(given.index->const_data_ptr());
-    } else {
-      Routes routes = route(a.router, *y, tokens);
-      weights = std::move(routes.weights), chosen = std::move(routes.index);
-      index = chosen.data();
+  Maybe apply(const MoePart& a, const Maybe& from) const {
+    const int64_t columns = from->size(2), tokens = from->numel() / columns;
+    Routes routes = route(a.router, *from, tokens);
+    for (float& weight : routes.weights) weight *= float(a.scale);
+    const Array made = array_as(*from);
+    const int64_t each = int64_t(routes.index.size()) / tokens;
+    if (!sum_experts(a.experts, *from, tokens, each, routes.index.data(), routes.weights.data(), made, given.once)) {
+      return std::nullopt;
     }
-    for (float& weight : weights) weight *= float(a.scale);
-    const Array made = array_as(*x);
-    const int64_t each = int64_t(weights.size()) / tokens;
-    if (!sum_experts(a.experts, *y, tokens, each, index, weights.data(), made, given.once)) return std::nullopt;
     if (!a.shared) return made;
-    const Maybe shared = mlp(*a.shared);
+    const Maybe shared = this->apply(*a.shared, from);
     if (!shared) return std::nullopt;
     std::vector<float> gates(size_t(tokens), 1.0f);
-    if (a.shared_gate) gates = sigmoids(*a.shared_gate, tokens);
+    if (a.shared_gate) gates = sigmoids(*a.shared_gate, *from, tokens);
     const float share = a.averages ? 0.5f : 1.0f;
     const int64_t row_bytes = columns * int64_t(made.element_size());
     for (int64_t t = 0; t < tokens; ++t) {
       char* to = static_cast<char*>(made.mutable_data_ptr()) + t * row_bytes;
-      const void* from[] = {to, static_cast<const char*>(shared->const_data_ptr()) + t * row_bytes};
+      const void* from_both[] = {to, static_cast<const char*>(shared->const_data_ptr()) + t * row_bytes};
       const float factors[] = {share, share * gates[size_t(t)]};
-      kernels().experts.weigh({from, factors, 2, to, type_of(made)}, 0, columns);
+      kernels().experts.weigh({from_both, factors, 2, to, type_of(made)}, 0, columns);
     }
     return made;
   }
   // The rows of a table for token ids [B, T]; nullopt for ids that it does not have.
-  Maybe embed(const LinearPart& table, const Maybe& ids) const {
+  Maybe apply(const TablePart& part, const Maybe& ids) const {
+    const LinearPart& table = part.rows;
     const auto* index = static_cast<const int64_t*>(ids->const_data_ptr());
-    const int64_t tokens = ids->numel();
+    const int64_t tokens = ids->numel(), sizes[] = {ids->size(0), ids->size(1), part.width};
     if (std::any_of(index, index + tokens, [&](int64_t id) { return id < 0 || id >= table.outputs; })) {
       return std::nullopt;
     }
-    const Array rows = array_as(given.like);
+    const Array rows(sizes, 3, part.type);
     char* to = static_cast<char*>(rows.mutable_data_ptr());
     if (table.code < 0) {
       const int64_t row_bytes = rows.size(2) * int64_t(rows.element_size());
@@ -165,19 +153,22 @@ struct StepMachine {
     kernels().panels.gather(a, 0, tokens);
     return rows;
   }
-  Maybe head(const LinearPart& part, const Maybe& of) {
-    int64_t sizes[] = {of->size(0), of->size(1), part.outputs};
+  Maybe apply(const HeadPart& part, const Maybe& of) {
+    int64_t sizes[] = {of->size(0), of->size(1), part.product.outputs};
     logits = empty(sizes, 3, dtype_of(type_of(*of)));
     const Array made = Array::written(*logits);
-    multiply(part, *of, made, given.once);
+    multiply(part.product, *of, made, given.once);
     return made;
   }
+  // Norms are steps of their own.
+  template <class Part>
+  Maybe apply(const Part&, const Maybe&) const { return std::nullopt; }
   // sigmoid(y . gate) of each token, not rounded.
-  std::vector<float> sigmoids(const Array& gate, int64_t tokens) const {
+  std::vector<float> sigmoids(const Array& gate, const Array& y, int64_t tokens) const {
     const int64_t columns = gate.size(1);
     const Type type = type_of(gate);
     std::vector<float> wide(size_t(tokens * columns)), gates(static_cast<size_t>(tokens));
-    widen(*y, wide.data());
+    widen(y, wide.data());
     kernels().router.logits({wide.data(), gate.const_data_ptr(), nullptr, gates.data(), tokens, columns, 1, type, type,
                              Type::f32}, 0, 1);
     for (float& g : gates) g = 1 / (1 + std::exp(-g));
@@ -193,8 +184,9 @@ struct StepMachine {
     kernels().experts.weigh({from, &factor, 1, made.mutable_data_ptr(), type_of(made)}, 0, made.numel());
     return made;
   }
-  Maybe times(const LinearPart& part, const Array& by) const {
-    const Array made = array_as(*x);
+  // A product [B, T, C], like `like`.
+  Maybe times(const LinearPart& part, const Array& by, const Array& like) const {
+    const Array made = array_as(like);
     multiply(part, by, made, given.once);
     return made;
   }
@@ -205,7 +197,7 @@ std::optional<Tensor> run_on_team(const Program& program, const Given& given, co
   Team::together([&] {
     StepMachine machine{given, x};
     if (!run(program, machine)) return;
-    if (program.back().does == Does::head) {
+    if (program.has_head()) {
       result = machine.logits;
       return;
     }
@@ -217,105 +209,134 @@ std::optional<Tensor> run_on_team(const Program& program, const Given& given, co
   return result;
 }
 
-std::vector<Array> written(const std::vector<Tensor>& tensors) {
-  std::vector<Array> arrays;
-  for (const Tensor& each : tensors) arrays.push_back(Array::written(each));
-  return arrays;
-}
-
 // Weights of a program that may stay in a processor's caches from step to step.
 constexpr int64_t kMostCachedBytes = 1 << 26;
 
-// A program with its tensors, for steps of one shape.
-struct Held {
-  std::vector<Tensor> tensors;  // whose memory the others use
+bool same(const Array& a, const Array& b) {
+  if (a.const_data_ptr() != b.const_data_ptr() || a.scalar_type() != b.scalar_type()) return false;
+  if (a.dim() != b.dim()) return false;
+  for (int64_t i = 0; i < a.dim(); ++i) {
+    if (a.size(i) != b.size(i) || a.stride(i) != b.stride(i)) return false;
+  }
+  return true;
+}
+
+// A program as it was read, with pointers into the memory of its tensors.
+struct Parsed {
   Program program;
-  std::vector<Array> keys, values;
-  Array like;  // [B, T, C], of a step
-  bool once;   // as in LinearArgs
-  const Maybe none = std::nullopt;
+  std::vector<Array> arrays;  // its tensors
+  bool once;                  // as in LinearArgs
+};
 
-  // A step without a mask; cos and sin are its tokens'.
-  Given given(const Maybe& cos, const Maybe& sin, int64_t start) const {
-    return {cos, sin, none, none, keys, values, start, none, none, false, like, once};
+// A program between its calls: its text and its tensors. If somebody gives a tensor other memory, it is read again.
+class Held {
+ public:
+  Held(std::string text, std::vector<Tensor> tensors, std::vector<Tensor> storages, std::vector<double> reals)
+      : text_(std::move(text)), tensors_(std::move(tensors)), storages_(std::move(storages)), reals_(std::move(reals)),
+        parsed_(read()) {}
+
+  // The program, if the kernels support it for x: values, or token ids if it begins with a table.
+  std::shared_ptr<const Parsed> parsed_for(const Array& x) {
+    const std::lock_guard<std::mutex> lock(mutex_);  // calls in several threads
+    if (!parsed_->program.whole && !are_in_place()) parsed_ = read(), values_.reset();
+    const TablePart* table = parsed_->program.table();
+    if (!x.is_contiguous() || x.numel() == 0 || x.dim() != (table ? 2 : 3)) return nullptr;
+    if (table && x.scalar_type() != ScalarType::Long) return nullptr;
+    const Values values = table ? Values{table->type, table->width} : Values{x.scalar_type(), x.size(2)};
+    if (values != values_) taken_ = takes(parsed_->program, values), values_ = values;
+    return taken_ ? parsed_ : nullptr;
   }
 
-  // Whether x are token ids, or values for a program that does not look them up.
-  bool takes_step(const Array& x) const {
-    const bool embeds = program.front().does == Does::embed;
-    if (x.dim() != (embeds ? 2 : 3) || x.size(0) != like.size(0) || x.size(1) != like.size(1)) return false;
-    if (!x.is_contiguous()) return false;
-    if (embeds) return x.scalar_type() == ScalarType::Long;
-    return x.scalar_type() == like.scalar_type() && x.size(2) == like.size(2);
+ private:
+  std::shared_ptr<const Parsed> read() const {
+    std::string_view rest = text_;
+    const Field all{"program", Program::kKind, fields_of(rest)};
+    Program program = Reader(tensors_, storages_, reals_).part<Program>(all);
+    STD_TORCH_CHECK(!program.steps.empty(), "a program has no steps");
+    const bool once = program.whole && weight_bytes(program) > kMostCachedBytes && reads_past_caches();
+    return std::make_shared<const Parsed>(Parsed{std::move(program), {tensors_.begin(), tensors_.end()}, once});
   }
+  // Of all tensors but a table, of which few rows are read.
+  int64_t weight_bytes(const Program& program) const {
+    const auto bytes_of = [](const auto& t) { return t.numel() * int64_t(t.element_size()); };
+    int64_t bytes = program.table() ? -bytes_of(*program.table()->rows.weight) : 0;
+    for (const Tensor& each : tensors_) bytes += bytes_of(each);
+    return bytes;
+  }
+  bool are_in_place() const {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (!same(tensors_[i], parsed_->arrays[i])) return false;
+    }
+    return true;
+  }
+
+  const std::string text_;
+  const std::vector<Tensor> tensors_, storages_;
+  const std::vector<double> reals_;
+  std::mutex mutex_;
+  std::shared_ptr<const Parsed> parsed_;
+  std::optional<Values> values_;  // that were last asked for
+  bool taken_ = false;            // whether the kernels support these
 };
 
 using MaybeTensor = std::optional<Tensor>;
 
-// The result of one or several layers for x [B, T, C], or the input of the first mixture if `before_experts`.
-// `index` [tokens, k] int64 and `weights` [tokens, k], if given, take the place of a router's. None if a kernel does not
-// support the arguments; the step then counts as not done.
-MaybeTensor layers_step(Tensor x, std::vector<Tensor> tensors, MaybeTensor cos, MaybeTensor sin, MaybeTensor mask,
-                        MaybeTensor bias, std::vector<Tensor> keys, std::vector<Tensor> values, int64_t start,
-                        MaybeTensor index, MaybeTensor weights, bool before_experts, Tensor integers, Tensor reals) {
-  const Program program = program_of(tensors, integers, reals);
-  const Array from = x;
-  if (!takes(program, from)) return std::nullopt;
-  const Maybe turns[] = {cos, sin}, added[] = {mask, bias}, routed[] = {index, weights};
-  const std::vector<Array> to_keys = written(keys), to_values = written(values);
-  return run_on_team(program, {turns[0], turns[1], added[0], added[1], to_keys, to_values, start, routed[0], routed[1],
-                               before_experts, from, false}, from);
+// The words of the steps that `hold` understands.
+std::string step_words() {
+  std::string words;
+  for (const auto& [word, does] : Words<Does>::all) words += std::string(word) + " ";
+  return words;
 }
 
-// Holds a program for steps whose values are like `like` [B, T, C]; 0 if a kernel does not support it.
-int64_t hold_layers(Tensor like, std::vector<Tensor> tensors, std::vector<Tensor> keys, std::vector<Tensor> values,
-                    Tensor integers, Tensor reals) {
-  const auto bytes_of = [](const auto& t) { return t.numel() * int64_t(t.element_size()); };
-  Program program = program_of(tensors, integers, reals);
-  int64_t bytes = 0;
-  for (const Tensor& each : tensors) bytes += bytes_of(each);
-  // of a table, few rows are read
-  if (program.front().does == Does::embed) bytes -= bytes_of(*std::get<LinearPart>(program.front().part).weight);
-  if (!takes(program, like)) return 0;
-  const bool once = bytes > kMostCachedBytes && reads_past_caches();
-  auto held = std::make_unique<Held>(
-      Held{std::move(tensors), std::move(program), written(keys), written(values), like, once});
-  for (auto* each : {&keys, &values}) held->tensors.insert(held->tensors.end(), each->begin(), each->end());
-  held->tensors.push_back(like);
+// Holds a program, as layers/native_part.py writes it. An error if its text does not fit the structs in
+// binding_layer.h.
+int64_t hold(std::string text, std::vector<Tensor> tensors, std::vector<Tensor> storages, std::vector<double> reals) {
+  auto held = std::make_unique<Held>(std::move(text), std::move(tensors), std::move(storages), std::move(reals));
   return reinterpret_cast<int64_t>(held.release());
 }
-void drop_layers(int64_t held) { delete reinterpret_cast<Held*>(held); }
+void drop(int64_t held) { delete reinterpret_cast<Held*>(held); }
 
 // The turns of one token in a table [1 or B, tokens, D].
-Maybe turned(const MaybeTensor& table, int64_t token) { return table ? Maybe(Array(*table).at(1, token)) : Maybe(); }
+Maybe turned(const Maybe& table, int64_t token) { return table ? Maybe(table->at(1, token)) : Maybe(); }
 
-// A step of a held program, without a mask; x are token ids [B, T] if it begins with a table. cos and sin [1 or B,
-// tokens, D] have its token at index `turn`.
-MaybeTensor held_step(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start) {
-  const Held& of = *reinterpret_cast<const Held*>(held);
+Maybe array_of(const MaybeTensor& tensor) { return tensor ? Maybe(*tensor) : Maybe(); }
+Maybe written(const MaybeTensor& tensor) { return tensor ? Maybe(Array::written(*tensor)) : Maybe(); }
+
+// The result of a held program for x [B, T, C], or for token ids [B, T] if it begins with a table. cos and sin are the
+// tokens' own; or, if `turn` is not negative, [1 or B, tokens, D] with the step's only token at this index. None if a
+// kernel does not support the arguments; a step then counts as not done.
+MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t turn, MaybeTensor mask,
+                     MaybeTensor bias, MaybeTensor keys, MaybeTensor values, int64_t start) {
   const Array from = x;
-  if (!of.takes_step(from)) return std::nullopt;
-  const Maybe turns[] = {turned(cos, turn), turned(sin, turn)};
-  return run_on_team(of.program, of.given(turns[0], turns[1], start), from);
+  const auto parsed = reinterpret_cast<Held*>(held)->parsed_for(from);
+  if (!parsed) return std::nullopt;
+  if (parsed->program.machine == Machine::encoder) return run_encoder(parsed->program, x, mask);
+  Given given{array_of(cos), array_of(sin), array_of(mask), array_of(bias), written(keys), written(values), start,
+              parsed->once};
+  if (turn >= 0) given.cos = turned(given.cos, turn), given.sin = turned(given.sin, turn);
+  return run_on_team(parsed->program, given, from);
 }
 
 // Up to `count` steps of a held program from a table to a head: the likeliest tokens [B, steps], of which each but the
-// last is the input of the next step. The step that gives one of `ends` is the last one.
-MaybeTensor held_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start,
-                        int64_t count, std::vector<int64_t> ends) {
-  const Held& of = *reinterpret_cast<const Held*>(held);
-  if (of.program.front().does != Does::embed || of.program.back().does != Does::head) return std::nullopt;
+// last is the input of the next step. The step that gives one of `ends` is the last one. cos and sin [1 or B, tokens,
+// D] have the first step's token at index `turn`.
+MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start,
+                       int64_t count, std::vector<int64_t> ends) {
   const Array first = ids;
-  if (!of.takes_step(first) || first.size(1) != 1) return std::nullopt;
+  const auto parsed = reinterpret_cast<Held*>(held)->parsed_for(first);
+  if (!parsed || first.size(1) != 1) return std::nullopt;
+  const Program& program = parsed->program;
+  if (!program.table() || !program.has_head()) return std::nullopt;
+  const Maybe cosines = array_of(cos), sines = array_of(sin);
   const int64_t rows = first.size(0), row_sizes[] = {rows, 1};
   std::vector<int64_t> chosen;  // [steps, rows]
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
-      const Maybe turns[] = {turned(cos, turn + step), turned(sin, turn + step)};
-      const Given given = of.given(turns[0], turns[1], start + step);
+      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, start + step,
+                        parsed->once};
       StepMachine machine{given, x};
-      if (!run(of.program, machine)) return;
+      if (!run(program, machine)) return;
       const Array tokens(row_sizes, 2, ScalarType::Long);
       auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
       largest(*machine.x, to);
@@ -337,16 +358,14 @@ MaybeTensor held_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor s
 }  // namespace
 
 INFUSE_OPERATORS(CPU,
-    {"layers_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!)[] "
-     "keys, Tensor(b!)[] values, int start, Tensor? index, Tensor? weights, bool before_experts, Tensor integers, "
-     "Tensor reals) -> Tensor?",
-     TORCH_BOX(&layers_step)},
-    {"hold_layers(Tensor like, Tensor[] tensors, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor integers, Tensor "
-     "reals) -> int",
-     TORCH_BOX(&hold_layers)},
-    {"held_step(int held, Tensor x, Tensor? cos, Tensor? sin, int turn, int start) -> Tensor?", TORCH_BOX(&held_step)},
-    {"held_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends) -> "
-     "Tensor?", TORCH_BOX(&held_tokens)})
-INFUSE_OPERATORS(CompositeExplicitAutograd, {"drop_layers(int held) -> ()", TORCH_BOX(&drop_layers)})
+    {"run(int held, Tensor x, Tensor? cos, Tensor? sin, int turn, Tensor? mask, Tensor? bias, Tensor(a!)? keys, "
+     "Tensor(b!)? values, int start) -> Tensor?",
+     TORCH_BOX(&run_held)},
+    {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends) -> "
+     "Tensor?", TORCH_BOX(&run_tokens)})
+INFUSE_OPERATORS(CompositeExplicitAutograd,
+    {"hold(str text, Tensor[] tensors, Tensor(a!)[] storages, float[] reals) -> int", TORCH_BOX(&hold)},
+    {"drop(int held) -> ()", TORCH_BOX(&drop)},
+    {"step_words() -> str", TORCH_BOX(&step_words)})
 
 }  // namespace infuse

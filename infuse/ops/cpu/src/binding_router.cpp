@@ -177,6 +177,13 @@ Routes route(const RouterPart& r, const Array& x, int64_t tokens) {
   const Type picked = choose(r, scores_of(r, routes.logits), routes.index, routes.weights);
   routes.weight_type = r.cast == CastTo::none ? picked : type_of(r.cast == CastTo::logits ? Array(routes.logits) : x);
   weigh(r, routes.weights, picked, routes.weight_type);
+  if (r.fed_index && r.fed_index->numel()) {
+    const auto* index = static_cast<const int64_t*>(r.fed_index->const_data_ptr());
+    STD_TORCH_CHECK(r.fed_index->size(0) == tokens, "routes for ", r.fed_index->size(0), " tokens, not ", tokens);
+    routes.index.assign(index, index + r.fed_index->numel());
+    routes.weights = floats_of(*r.fed_weights);
+    round_to(routes.weight_type, routes.weights);
+  }
   return routes;
 }
 
