@@ -96,12 +96,12 @@ def quantized_cases() -> None:
         for inputs in (96, 192):
             for outputs in (1, 17, 64, 100):
                 check_quantized(torch.bfloat16, text, inputs, outputs)
-    (data, scale, zero), weight = quantized_args("int8:8", 72, 300)  # inputs that are no whole steps
+    buffers, weight = quantized_args("int8:8", 72, 300)  # inputs that are no whole steps
     for rows in (49, 64, 81):
         poison_scratch()
         x = torch.randn(rows, 72).bfloat16()
         assert_product(
-            quantized(x, data, scale, zero, None, 300, 72, "int8:8"),
+            quantized(x, buffers, None, 300, 72, "int8:8"),
             x,
             weight,
             None,
@@ -123,9 +123,9 @@ def not_finite_cases() -> None:
         assert_near(
             kernels().tiled_linear(x, weight, None, -1, False), ops.linear.reference(x, weight, None), torch.bfloat16
         )
-        (data, scale, zero), _ = quantized_args("int8:32:asymmetric", 96, 50)
-        scale[49, 1] = value
-        args = (torch.randn(75, 96).bfloat16(), data, scale, zero, None, 50, 96, "int8:32:asymmetric")
+        buffers, _ = quantized_args("int8:32:asymmetric", 96, 50)
+        buffers[1][49, 1] = value
+        args = (torch.randn(75, 96).bfloat16(), buffers, None, 50, 96, "int8:32:asymmetric")
         assert_near(quantized(*args), ops.quantized_linear.reference(*args), torch.bfloat16)
         check_not_finite_tiles(value, torch.bfloat16)
 
