@@ -1,7 +1,7 @@
 """Who wrote a class or function: the library that a model comes from, or its user, by a subclass or a patch.
 
-A replacement computes what the library's class computes. It cannot know what a user's own code does for other inputs
-than those of a proof, so whatever is the user's keeps running.
+A replacement computes what the library's class computes. It cannot know what a user's code does for inputs that a proof
+did not try, so the user's code keeps running.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 # Packages whose classes infuse knows, and those that wrap their methods without changing what they compute.
 LIBRARIES = frozenset({"torch", "transformers", "diffusers", "huggingface_hub", "infuse"})
-# A subclass that differs in these alone computes what its base does: what `__init__` makes is seen in the instance.
+# A subclass that overrides only these computes what its base does: the instance shows the effect of `__init__`.
 _OF_CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "extra_repr"}
 )
@@ -37,7 +37,7 @@ def is_librarys(function: Any, libraries: Collection[str] = LIBRARIES) -> bool:
 
     The code decides, not `__module__`, which `functools.wraps` copies to a user's wrapper.
     """
-    packages = {_package_of(one) for one in with_wrapped(function)}
+    packages = {_package_of(wrapped) for wrapped in with_wrapped(function)}
     return all(package in libraries or package in sys.stdlib_module_names for package in packages)
 
 
@@ -45,17 +45,17 @@ def with_wrapped(function: Any) -> Iterator[Any]:
     """The callable and the functions that it wraps: those in its closure, of a partial or method, `__wrapped__`."""
     waiting, seen = [function], set()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        current = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        held = [getattr(one, "__wrapped__", None), getattr(one, "__func__", None)]
-        if isinstance(one, FunctionType):
-            held += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
-        elif isinstance(one, functools.partial):
-            held.append(one.func)
-        waiting += [inner for inner in held if isinstance(inner, (FunctionType, MethodType, functools.partial))]
+        seen.add(id(current))
+        yield current
+        contents = [getattr(current, "__wrapped__", None), getattr(current, "__func__", None)]
+        if isinstance(current, FunctionType):
+            contents += [cell.cell_contents for cell in current.__closure__ or () if _is_filled(cell)]
+        elif isinstance(current, functools.partial):
+            contents.append(current.func)
+        waiting += [inner for inner in contents if isinstance(inner, (FunctionType, MethodType, functools.partial))]
 
 
 def _package_of(function: Any) -> str:
@@ -70,23 +70,23 @@ def _package_of(function: Any) -> str:
 def users_methods(cls: type, libraries: Collection[str] = LIBRARIES) -> Iterator[str]:
     """Methods of a library's class that a user's subclass overrides or that were patched, as "Class.method".
 
-    Methods that a subclass adds, and its `__init__`, do not count. A class that is the user's from nn.Module on has
-    its forward here, unless "torch" is not among `libraries`.
+    Methods that a subclass adds, and its `__init__`, do not count. If a user's class derives from nn.Module directly,
+    its forward counts, unless `libraries` lacks "torch".
     """
     for i, kind in enumerate(cls.__mro__):
         if kind in (object, nn.Module):
             continue
         for name, value in list(vars(kind).items()):
-            if name in _OF_CONSTRUCTION or all(is_librarys(one, libraries) for one in _functions(value)):
+            if name in _OF_CONSTRUCTION or all(is_librarys(method, libraries) for method in _functions(value)):
                 continue
             if any(package_of(base) in libraries and name in vars(base) for base in cls.__mro__[i:]):
                 yield f"{kind.__name__}.{name}"
 
 
 class LibraryCalls:
-    """Tells whether calls of modules run a library's methods alone: their forwards, and the methods that these name.
+    """Tells whether calls of modules run only a library's methods: their forwards, and the methods that these name.
 
-    Asked again, it looks at the code of a class only where a method is another one than before.
+    It remembers its answer for each class, and reads the class again only if a method was replaced.
     """
 
     def __init__(self, libraries: Collection[str] = LIBRARIES) -> None:
@@ -99,52 +99,53 @@ class LibraryCalls:
         if not all(map(self._is_librarys, {type(module) for module in modules})):
             return False
         owned = [(vars(module), self._known[type(module)][0]) for module in modules]
-        there = (own[name] for own, methods in owned for name in own.keys() & methods.keys())
-        return all(is_librarys(one, self._libraries) for one in there)
+        there = (attributes[name] for attributes, methods in owned for name in attributes.keys() & methods.keys())
+        return all(is_librarys(attribute, self._libraries) for attribute in there)
 
     def __reduce__(self) -> tuple:
         return LibraryCalls, (self._libraries,)
 
     def _is_librarys(self, cls: type) -> bool:
-        held, own = self._known.get(cls, (None, False))
-        if held is None or any(getattr(cls, name, None) != value for name, value in held.items()):
+        known_methods, all_librarys = self._known.get(cls, (None, False))
+        if known_methods is None or any(getattr(cls, name, None) != value for name, value in known_methods.items()):
             methods = _called(cls)
-            own = all(is_librarys(one, self._libraries) for value in methods.values() for one in _functions(value))
-            self._known[cls] = {name: getattr(cls, name, None) for name in methods}, own
-        return own
+            functions = [function for value in methods.values() for function in _functions(value)]
+            all_librarys = all(is_librarys(function, self._libraries) for function in functions)
+            self._known[cls] = {name: getattr(cls, name, None) for name in methods}, all_librarys
+        return all_librarys
 
 
 def _called(cls: type) -> dict[str, Any]:
     """The methods that a call of a module of the class may run, by name."""
     there = {name: value for kind in reversed(cls.__mro__) for name, value in vars(kind).items()}
-    found: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
     waiting = list(_CALL)
     while waiting:
         name = waiting.pop()
-        value = None if name in found else there.get(name)
+        value = None if name in methods else there.get(name)
         if functions := _functions(value):
-            found[name] = value
+            methods[name] = value
             if vars(nn.Module).get(name) is not value:
                 waiting += [word for function in functions for word in words_of(function)]
-    return found
+    return methods
 
 
 def words_of(function: Any) -> Iterator[str]:
     """Every attribute and text in the code of a function and of what it wraps."""
-    for one in with_wrapped(function):
-        if isinstance(one, FunctionType):
-            yield from _words(one.__code__)
+    for wrapped in with_wrapped(function):
+        if isinstance(wrapped, FunctionType):
+            yield from _words(wrapped.__code__)
 
 
 def told_in(cls: type) -> Iterator[str]:
     """The arguments and texts of the methods that the class itself defines in its own file."""
     functions = [
-        one for value in vars(cls).values() for function in _functions(value) for one in with_wrapped(function)
+        wrapped for value in vars(cls).values() for function in _functions(value) for wrapped in with_wrapped(function)
     ]
-    for one in functions:
-        if isinstance(one, FunctionType) and one.__globals__.get("__name__") == cls.__module__:
-            yield from inspect.getfullargspec(one).args + inspect.getfullargspec(one).kwonlyargs
-            yield from _texts(one.__code__.co_consts)
+    for function in functions:
+        if isinstance(function, FunctionType) and function.__globals__.get("__name__") == cls.__module__:
+            yield from inspect.getfullargspec(function).args + inspect.getfullargspec(function).kwonlyargs
+            yield from _texts(function.__code__.co_consts)
 
 
 def _words(code: CodeType) -> Iterator[str]:
@@ -168,7 +169,7 @@ def _functions(value: Any) -> list[Callable[..., Any]]:
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, property):
-        return [one for one in (value.fget, value.fset, value.fdel) if one is not None]
+        return [accessor for accessor in (value.fget, value.fset, value.fdel) if accessor is not None]
     if isinstance(value, (functools.cached_property, functools.partialmethod)):
         return [value.func]
     return [value] if callable(value) and not isinstance(value, type) else []

@@ -1,4 +1,4 @@
-"""What a device can do: instruction sets, memory, dtypes. Found on request, never at import."""
+"""What a device can do: instruction sets, memory, dtypes. Detected on request, never at import."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
 
 
 def _casts(module: nn.Module) -> bool:
-    """Whether forward casts what it computes: CLVP's gives its rotary angles to 16-bit linears as they are."""
+    """Whether forward casts its result. CLVP's does not: it passes rotary angles to 16-bit linears as they are."""
     if not _read_names(module).isdisjoint({"float", "to"}):
         return True
     try:
@@ -102,7 +102,7 @@ def _casts(module: nn.Module) -> bool:
 
 
 def _reads_dtype(module: nn.Module) -> bool:
-    """Whether forward may cast to the dtype of a weight, as T5 does before `wo`: to that in which it is stored."""
+    """Whether forward may cast to the dtype in which a weight is stored, as T5 does before `wo`."""
     return {"weight", "dtype"} <= _read_names(module)
 
 
@@ -112,8 +112,8 @@ def _only_holds(module: nn.Module, parent: nn.Module) -> bool:
     """
     if type(module).forward is nn.Module.forward:
         return True
-    own = module._parameters.keys()
-    return own <= _read_names(parent) and own.isdisjoint(_read_names(module))
+    names = module._parameters.keys()
+    return names <= _read_names(parent) and names.isdisjoint(_read_names(module))
 
 
 def _read_names(module: nn.Module) -> set[str]:
@@ -132,42 +132,41 @@ def _are_experts(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The sum over the experts that are used, of which only a few are in `dtype` at a time.
+    """Sum the experts that are used, casting only a few to `dtype` at a time.
 
     Routes to others get the weight 0.
     """
     hidden, index, weights = (*args, *kwargs.values())
-    count, held = module.num_experts, {p: p.data for p in module.parameters(recurse=False)}
+    count, originals = module.num_experts, {p: p.data for p in module.parameters(recurse=False)}
     total, step = torch.zeros_like(hidden), -(-count // _PARTS)
     # Each page that is new to the process costs a fault, so the same memory serves all experts.
-    wide = {p: torch.empty_like(data[:step], dtype=dtype) for p, data in held.items()}
+    wide = {p: torch.empty_like(data[:step], dtype=dtype) for p, data in originals.items()}
     used = index.unique()
-    used = used[(used >= 0) & (used < count)]  # some routers send what is dropped to an expert that is not there
+    used = used[(used >= 0) & (used < count)]  # some routers route dropped tokens to an expert index out of range
     try:
         for chosen in used.split(step):
             at = torch.full_like(index, -1)
             for place, expert in enumerate(chosen.tolist()):
                 at[index == expert] = place
-                for p, data in held.items():
+                for p, data in originals.items():
                     wide[p][place].copy_(data[expert])
             module.num_experts = len(chosen)
-            for p in held:
+            for p in originals:
                 p.data = wide[p][: len(chosen)]
             total += type(module).forward(module, hidden, at.clamp(min=0), weights.where(at >= 0, 0))
     finally:
         module.num_experts = count
-        for p, data in held.items():
+        for p, data in originals.items():
             p.data = data
     return total
 
 
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Names of the parameters that stay in float32 in `dtype`, as in a model that transformers or diffusers loads.
+    """Names of the parameters that stay in float32 in `dtype`, as when transformers or diffusers loads the model.
 
-    Those are the ones in `_keep_in_fp32_modules_strict`, which transformers searches in their names, if they are in
-    float32 or on meta. A model that was cast as a whole has them in 16 bits, and keeps them so. In float16 linears in
-    `_keep_in_fp32_modules` count too if their caller casts to their dtype: T5's sums exceed float16. Models of
-    diffusers have one list for both dtypes.
+    Their names match `_keep_in_fp32_modules_strict`, and they are in float32 or on meta. A model that was cast as a
+    whole has them in 16 bits, and keeps them so. In float16, linears in `_keep_in_fp32_modules` count, too, if their
+    caller casts to their dtype: T5's sums exceed float16. Models of diffusers have one list for both dtypes.
     """
     if dtype.itemsize > 2:
         return frozenset()
@@ -178,8 +177,8 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
         patterns |= {f"^{re.escape(name)}$" for name in _cast_to(model)}
     if not patterns:
         return frozenset()
-    found, named = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if found.search(name) and (p.is_meta or p.dtype == torch.float32))
+    pattern, named = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if pattern.search(name) and (p.is_meta or p.dtype == torch.float32))
 
 
 def _cast_to(model: nn.Module) -> list[str]:
@@ -240,8 +239,8 @@ def _of_diffusers(module: nn.Module) -> bool:
 
 
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:
-    found = getattr(module, attribute, None)
-    return found if isinstance(found, (list, tuple, set)) else ()
+    names = getattr(module, attribute, None)
+    return names if isinstance(names, (list, tuple, set)) else ()
 
 
 def _of(change: Callable[[nn.Module], None], owner: nn.Module, *_: Any) -> None:
@@ -251,8 +250,8 @@ def _of(change: Callable[[nn.Module], None], owner: nn.Module, *_: Any) -> None:
 
 def _multiplies(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is a linear, and no subclass that computes something else (a router)."""
-    own = type(module).forward is nn.Linear.forward or "_combine" in vars(module)
-    return isinstance(module, nn.Linear) and own
+    is_plain = type(module).forward is nn.Linear.forward or "_combine" in vars(module)
+    return isinstance(module, nn.Linear) and is_plain
 
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:

@@ -40,27 +40,27 @@ def held_back() -> Iterator[None]:
     if not in_main_thread or not callable(before) or isinstance(before, _Held):
         yield
         return
-    held = _Held(before)
-    signal.signal(signal.SIGINT, held)
+    handler = _Held(before)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        held.deliver()
+        handler.deliver()
 
 
 def check() -> None:
     """Deliver a delayed SIGINT. Call this at points at which the change can be undone."""
-    held = signal.getsignal(signal.SIGINT)
-    if isinstance(held, _Held) and threading.current_thread() is threading.main_thread():
-        held.deliver()
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Held) and threading.current_thread() is threading.main_thread():
+        handler.deliver()
 
 
 def tell(what: str) -> None:
     """If a SIGINT is pending, log once that `what`, which cannot be undone, is completed first."""
-    held = signal.getsignal(signal.SIGINT)
-    if isinstance(held, _Held) and held.pending and not held.told:
-        held.told = True
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Held) and handler.pending and not handler.told:
+        handler.told = True
         logging.getLogger("infuse").warning(
             "interrupted; %s, which is completed first (SIGTERM ends the process at once)", what
         )

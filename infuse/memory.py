@@ -54,7 +54,7 @@ def copied(source: Tensor, dtype: torch.dtype) -> Tensor:
 def collapse(tensors: Iterable[Tensor]) -> None:
     """Move tensors of 0.25 to 4 MiB from ordinary pages to large ones, which neighbours in memory share.
 
-    So this comes when all are made. A product with 0.8 MB in int4 then takes 26 instead of 31 us.
+    Call it after all tensors are allocated. A product with 0.8 MB in int4 then takes 26 instead of 31 us.
     """
     if not given():
         return
@@ -65,7 +65,7 @@ def collapse(tensors: Iterable[Tensor]) -> None:
             first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes - 1
             pages.update(range(first // PAGE_BYTES, last // PAGE_BYTES + 1))
     advise, ordered = ctypes.CDLL(None).madvise, sorted(pages)
-    # One call for each run of pages. The kernel leaves those that it cannot move, and others than the process's own.
+    # One call for each run of pages. The kernel skips pages that it cannot move or that are not the process's own.
     ends = [i for i, page in enumerate(ordered, 1) if page + 1 not in pages]
     for begin, end in zip([0, *ends], ends, strict=False):
         start = ctypes.c_void_p(ordered[begin] * PAGE_BYTES)
@@ -73,29 +73,29 @@ def collapse(tensors: Iterable[Tensor]) -> None:
 
 
 def off_files(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors out of mapped files of which they are less than half, in place, so that the files' pages can go.
+    """Copy tensors, in place, out of mapped files if they are less than half of the file, to free the file's pages.
 
-    `from_pretrained` maps a checkpoint: one norm that stays as it is would keep all of it in memory.
+    `from_pretrained` maps a checkpoint: one norm that stays in it would keep all of it in memory.
     """
-    held: dict[range, list[Tensor]] = {}
+    by_file: dict[range, list[Tensor]] = {}
     files = _mapped_files()
     for tensor in tensors:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
-        if plain and (found := next((one for one in files if tensor.data_ptr() in one), None)):
-            held.setdefault(found, []).append(tensor)
-    for file, inside in held.items():
+        if plain and (file := next((addresses for addresses in files if tensor.data_ptr() in addresses), None)):
+            by_file.setdefault(file, []).append(tensor)
+    for file, inside in by_file.items():
         if sum(tensor.nbytes for tensor in inside) > len(file) / 2:
             continue
-        copies: dict[Any, Tensor] = {}  # what was the same memory stays the same
+        copies: dict[Any, Tensor] = {}  # tensors that shared memory still share it
         for tensor in inside:
             place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             tensor.data = copies.setdefault(place, tensor.detach().clone())
 
 
 def _mapped_files() -> list[range]:
-    """The addresses of each file mapped for this process alone, if it is worth it; none where the system does not tell.
+    """Addresses of the large files that are mapped for this process alone; none if the system does not list them.
 
-    What several processes share has to stay where it is.
+    Memory that several processes share must stay where it is.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -103,14 +103,14 @@ def _mapped_files() -> list[range]:
         return []
     named = [line.split() for line in lines if "/" in line]
     data = [places for places, rights, *_ in named if rights.endswith("p") and "x" not in rights]
-    found = [range(*(int(end, 16) for end in places.split("-"))) for places in data]
-    return [one for one in found if len(one) >= LEAST_BYTES]
+    files = [range(*(int(end, 16) for end in places.split("-"))) for places in data]
+    return [file for file in files if len(file) >= LEAST_BYTES]
 
 
 def channels_last(model: nn.Module) -> None:
-    """Lay out the weights of `model`'s 2-d convolutions in place with channels innermost, as their inputs then are.
+    """Lay out the weights of `model`'s 2-d convolutions in place with channels innermost; activations then follow.
 
-    oneDNN and cuDNN multiply in this layout; others are converted in each call: a quarter of the time of SD's VAE.
+    oneDNN and cuDNN multiply in this layout and convert others in each call: a quarter of the time of SD's VAE.
     """
     for parameter in model.parameters():
         if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):

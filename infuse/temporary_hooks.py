@@ -1,4 +1,4 @@
-"""Hooks on a user's modules, or another forward, for the time of a `with` block, of which nothing is left."""
+"""Hooks on a user's modules, or another forward, during a `with` block; nothing of them is left afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 class TemporaryHooks(AbstractContextManager):
     """Registers hooks that do nothing after the `with` block, and are no longer on their modules.
 
-    So too where registering raised after the hook was in place, or where a module's own method keeps it elsewhere.
+    This holds even if registering raised after the hook was in place, or if a module's own method keeps it elsewhere.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class TemporaryHooks(AbstractContextManager):
         for module, hook in self._placed:
             for kind in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, kind)
-                for number in [number for number, held in hooks.items() if held is hook]:
+                for number in [number for number, candidate in hooks.items() if candidate is hook]:
                     for name in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
                         getattr(module, name, {}).pop(number, None)
         self._placed.clear()
@@ -86,11 +86,11 @@ def watched(
 @contextmanager
 def answered_by(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Context in which `module` runs `forward` instead of its own, which may be set on the instance."""
-    own = vars(module).get("forward")
+    instance_forward = vars(module).get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
+        if instance_forward is not None:
+            module.forward = instance_forward  # type: ignore[method-assign]

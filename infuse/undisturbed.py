@@ -1,4 +1,4 @@
-"""Run a model without leaving a trace: what its modules, buffers and configs hold is put back afterwards.
+"""Run a model without leaving a trace: restore the contents of its modules, buffers and configs afterwards.
 
 Some models change themselves when they run: BigBird gives up block-sparse attention for good on a short text,
 recurrent layers keep their last state.
@@ -31,7 +31,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     for module in modules:
         for name in _CONFIGS:
             _add_configs(vars(module).get(name), objects)
-    held = [_Held(one) for one in objects.values()]
+    states = [_Held(owner) for owner in objects.values()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     parameters = list(model.parameters())
     before = _ends_of(parameters)
@@ -39,8 +39,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         if _ends_of(parameters) == before:
-            for one in held:
-                one.restore()
+            for state in states:
+                state.restore()
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
@@ -67,25 +67,25 @@ class _Held:
             attributes.update(self._attributes)
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(container: Any, content: Any) -> bool:
     """Whether two containers have the very same members in the same order."""
-    if len(found) != len(wanted) or not all(map(is_, found, wanted)):
+    if len(container) != len(content) or not all(map(is_, container, content)):
         return False
-    return not isinstance(found, dict) or all(map(is_, found.values(), wanted.values()))
+    return not isinstance(container, dict) or all(map(is_, container.values(), content.values()))
 
 
-def _add_configs(config: Any, found: dict[int, Any]) -> None:
+def _add_configs(config: Any, objects: dict[int, Any]) -> None:
     """Add a config and those inside it."""
-    if id(config) in found or not hasattr(config, "to_dict") or not hasattr(config, "__dict__"):
+    if id(config) in objects or not hasattr(config, "to_dict") or not hasattr(config, "__dict__"):
         return
-    found[id(config)] = config
+    objects[id(config)] = config
     for value in vars(config).values():
-        _add_configs(value, found)
+        _add_configs(value, objects)
 
 
 def _ends_of(parameters: list[nn.Parameter]) -> list[tuple[float, float]]:
-    """The first and the last value of each parameter, which show a change of all of them."""
-    return [_ends(one.detach()) for one in parameters if one.numel() and not one.is_meta]
+    """The first and the last value of each parameter: enough to notice that the model changed all of its values."""
+    return [_ends(parameter.detach()) for parameter in parameters if parameter.numel() and not parameter.is_meta]
 
 
 def _ends(tensor: Tensor) -> tuple[float, float]:

@@ -39,9 +39,9 @@ def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
     """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any."""
     for cls in type(layer).__mro__:
         name = f"{cls.__module__}.{cls.__qualname__}"
-        found = tuple(spec for spec in _registered if spec.layer == name) or BY_CLASS.get(name)
-        if found:
-            return found
+        specs = tuple(spec for spec in _registered if spec.layer == name) or BY_CLASS.get(name)
+        if specs:
+            return specs
     return ()
 
 

@@ -29,11 +29,11 @@ def adapter_parts(module: nn.Module) -> tuple[str, ...]:
 
 def adapted(module: nn.Module, path: str = "") -> list[str]:
     """Paths of the outermost PEFT modules inside `module`; `path` is its own."""
-    found = []
+    paths = []
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        found += [where] if is_adapter(child) else adapted(child, where)
-    return found
+        paths += [where] if is_adapter(child) else adapted(child, where)
+    return paths
 
 
 def adapter_notes(model: nn.Module) -> list[str]:

@@ -46,7 +46,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class NoPosition:
-    """No positions in attention: they are in the embeddings, or there are none."""
+    """No positions in attention: the embeddings have them, or the model has none."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rotary:
 
     `switch`: config key of a list that says for each layer whether it rotates. `where`: attributes of the attention
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
-    although the pairs are interleaved. `once`: they have one column for each pair. `sin_first`: (sin, cos) is passed.
+    although the pairs are interleaved. `once`: cos and sin have one column per pair. `sin_first`: (sin, cos) is passed.
     """
 
     interleaved: bool = False
@@ -75,7 +75,7 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class Alibi:
-    """ALiBi bias passed as the keyword `argument`: [B H, 1, L], or [H, 1, S], of which the last L columns are used."""
+    """ALiBi bias passed as the keyword `argument`: [B H, 1, L], or [H, 1, S], where the last L columns count."""
 
     argument: str
 
@@ -84,8 +84,9 @@ class Alibi:
 class RelativeBias:
     """T5's bias from a table [buckets, heads], by the distance between query and key, in both directions.
 
-    `argument`: where a layer that has no `table` gets the bias of another layer; it also returns it. None: each layer
-    has its own. `buckets` and `farthest` (the distance from which the last bucket counts) are config keys or numbers.
+    `argument`: a layer without a `table` gets another layer's bias in this argument, and returns it, too. None: every
+    layer has its own table. `buckets` and `farthest` (the distance from which the last bucket counts) are config keys
+    or numbers.
     """
 
     table: str
@@ -99,7 +100,7 @@ Position = NoPosition | Rotary | RotaryTable | Alibi | RelativeBias
 
 @dataclass(frozen=True)
 class Window:
-    """Causal order within a sliding window, which a layer adds to every mask that it is given.
+    """A causal sliding window that a layer adds to every mask that it receives.
 
     Layers whose entry in the config list `types` is `value` see `size` tokens, the others `positions` (config keys).
     """
@@ -112,9 +113,9 @@ class Window:
 
 @dataclass(frozen=True)
 class OutputGate:
-    """A linear at `path` of the attention's input; a function of it multiplies the heads before the out projection.
+    """A linear at `path` over the attention's input; `function` of its output multiplies the heads before `out`.
 
-    It has one output for each head, or one for each of their features. `function`: GATE_SIGMOID in the dtype of the
+    It has one output per head, or one per feature of the heads. `function`: GATE_SIGMOID in the dtype of the
     activations, GATE_SOFTPLUS in float32.
     """
 
@@ -122,13 +123,13 @@ class OutputGate:
     function: str = GATE_SIGMOID
 
     def bind(self, binder: Binder, target: str, heads: int, width: int) -> GateShape:
-        found = binder.linear(self.path)
-        binder.fill_linear(target, (self.path,), found.bias)
-        if found.rows not in (heads, heads * width):
+        linear = binder.linear(self.path)
+        binder.fill_linear(target, (self.path,), linear.bias)
+        if linear.rows not in (heads, heads * width):
             binder.differ(
-                f"{self.path} has {found.rows} outputs; {heads} heads of {width} want {heads} or {heads * width}"
+                f"{self.path} has {linear.rows} outputs; {heads} heads of {width} want {heads} or {heads * width}"
             )
-        return GateShape(self.function, found.rows // heads, found.bias)
+        return GateShape(self.function, linear.rows // heads, linear.bias)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class GateShape:
 class Sinks:
     """The parameter at `path`: a logit per head that joins the softmax and attends to nothing. Layers may lack it.
 
-    `in_weights`: the attention weights that the original returns are smaller by it.
+    `in_weights`: the attention weights that the original returns are normalized with it, so they sum to less than 1.
     """
 
     path: str
@@ -154,13 +155,13 @@ class Sinks:
 @dataclass(frozen=True)
 class Attention:
     """Self-attention. `module` is the attention module's path; transformers records attentions by its class.
-    `inner`: the module inside it that has its settings, if it has none itself.
+    `inner`: the module inside it that has the settings, if it has none itself.
 
     `heads`: a config key of a number, or of a list with one for each layer. `kv_heads`: a config key, a number, or None
     for one per query head. `scale`: an attribute of `module`, a number, or None for 1/sqrt(head width). `softcap` and
     `clip`: attributes of `module`. `inverted_mask`: True in the mask means hidden. `norm_after`: q_norm and k_norm
     follow the rotation. `passes`: keywords that the module passes to its attention function, each with the attribute
-    (or config key) passed, and optionally with one that is set in layers that pass it; the others pass None.
+    (or config key) to pass and, optionally, an attribute that is set only in layers that pass it; others pass None.
     """
 
     module: str
@@ -235,9 +236,9 @@ class Attention:
     def _sinks(self, binder: Binder, name: str, heads: int) -> bool:
         if self.sinks is None or self.sinks.path not in binder.parameters:
             return False
-        found = binder.claim(self.sinks.path)
-        if tuple(found.shape) != (heads,):
-            binder.differ(f"{self.sinks.path} has shape {tuple(found.shape)}; there are {heads} heads")
+        logits = binder.claim(self.sinks.path)
+        if tuple(logits.shape) != (heads,):
+            binder.differ(f"{self.sinks.path} has shape {tuple(logits.shape)}; there are {heads} heads")
         binder.fills.append(Fill(f"{name}.sinks", (self.sinks.path,)))
         return True
 
@@ -265,10 +266,10 @@ class Attention:
 
     def _scale(self, binder: Binder, width: int) -> float:
         if isinstance(self.scale, str):
-            found = getattr(binder.module(self.module, optional=True), self.scale, None)
-            if isinstance(found, (int, float)):
-                return float(found)
-            binder.differ(f"{self.module}.{self.scale} is {found!r}, not a number")
+            scale = getattr(binder.module(self.module, optional=True), self.scale, None)
+            if isinstance(scale, (int, float)):
+                return float(scale)
+            binder.differ(f"{self.module}.{self.scale} is {scale!r}, not a number")
             return 1.0
         return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
 
@@ -300,9 +301,9 @@ class Attention:
             if position.argument is None:
                 binder.differ(f"there is no parameter {position.table}")
             return bound
-        expected, found = (counts[0], binder.count(self.heads)), tuple(binder.claim(position.table).shape)
-        if found != expected:
-            binder.differ(f"{position.table} has shape {found}; buckets and heads make {expected}")
+        expected, shape = (counts[0], binder.count(self.heads)), tuple(binder.claim(position.table).shape)
+        if shape != expected:
+            binder.differ(f"{position.table} has shape {shape}; buckets and heads make {expected}")
         binder.fills.append(Fill(f"{name}.positions.table", (position.table,)))
         return replace(bound, table=position.table)
 
@@ -373,15 +374,15 @@ class AttentionShape(MixerShape):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        found = list(super().parameters)
+        parameters = list(super().parameters)
         if isinstance(self.position, RelativeBias) and self.position.table:
-            found.append(Parameter("positions.table"))
+            parameters.append(Parameter("positions.table"))
         for name, norm, unit, count in self._norms():
             extents = self._extents(norm, unit, count)
-            found += [Parameter(named(name, one.target), extents) for one in norm.parameters]
+            parameters += [Parameter(named(name, parameter.target), extents) for parameter in norm.parameters]
         if self.sinks:
-            found.append(Parameter("sinks", (Extent(HEADS, self.heads),)))
-        return tuple(found)
+            parameters.append(Parameter("sinks", (Extent(HEADS, self.heads),)))
+        return tuple(parameters)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -392,8 +393,8 @@ class AttentionShape(MixerShape):
         if wide := [name for name, norm, _, _ in self._norms() if norm.kind == LAYER and self._is_wide(norm)]:
             differences = [f"{name} is a LayerNorm over the heads of all ranks" for name in wide]
             raise SpecMismatch(self.name, differences)
-        own, all_keys = share.own[KV_HEADS], share.ranges[KV_HEADS]
-        sharers = all_keys.count(own) if self.kv_heads < len(all_keys) else 1
+        keys, all_keys = share.own[KV_HEADS], share.ranges[KV_HEADS]
+        sharers = all_keys.count(keys) if self.kv_heads < len(all_keys) else 1
         return replace(
             self,
             heads=share.count(HEADS),
@@ -407,8 +408,8 @@ class AttentionShape(MixerShape):
 
     def _norms(self) -> list[tuple[str, NormShape, str, int]]:
         """Name, norm, unit and head count of each query or key norm."""
-        given = (("q_norm", self.q_norm, HEADS, self.heads), ("k_norm", self.k_norm, KV_HEADS, self.kv_heads))
-        return [(name, norm, unit, count) for name, norm, unit, count in given if norm is not None]
+        norms = (("q_norm", self.q_norm, HEADS, self.heads), ("k_norm", self.k_norm, KV_HEADS, self.kv_heads))
+        return [(name, norm, unit, count) for name, norm, unit, count in norms if norm is not None]
 
     def _extents(self, norm: NormShape, unit: str, count: int) -> tuple[Extent, ...]:
         """Extents of a norm's weight: per-head weights, or one over all heads. () if the heads share one weight."""

@@ -28,7 +28,7 @@ class FoundLinear:
 class Binder:
     """One pass over a layer, collecting claims, fills and differences. `index` is the layer's index in the cache.
 
-    A reader that does not find what it expects notes a difference and returns a harmless value.
+    If a value is missing or wrong, readers record a difference and return a harmless default.
     """
 
     layer: nn.Module
@@ -46,28 +46,28 @@ class Binder:
         self.differences.append(how)
 
     def value(self, key: str) -> Any:
-        found = getattr(self.config, key, _MISSING)
-        if found is _MISSING:
+        setting = getattr(self.config, key, _MISSING)
+        if setting is _MISSING:
             self.differ(f"config has no {key}")
             return None
-        return found
+        return setting
 
     def count(self, key: str) -> int:
         """A positive number of the config, or this layer's entry in a list of them."""
-        found = self.value(key)
-        found = self.of_this_layer(key) if isinstance(found, (list, tuple)) else found
-        if isinstance(found, int) and found > 0:
-            return found
+        number = self.value(key)
+        number = self.of_this_layer(key) if isinstance(number, (list, tuple)) else number
+        if isinstance(number, int) and number > 0:
+            return number
         if hasattr(self.config, key):
-            self.differ(f"config.{key} is {found!r}, not a positive number")
+            self.differ(f"config.{key} is {number!r}, not a positive number")
         return 1
 
     def factor(self, key: str) -> float:
-        found = self.value(key)
-        if isinstance(found, (int, float)):
-            return float(found)
+        number = self.value(key)
+        if isinstance(number, (int, float)):
+            return float(number)
         if hasattr(self.config, key):
-            self.differ(f"config.{key} is {found!r}, not a number")
+            self.differ(f"config.{key} is {number!r}, not a number")
         return 1.0
 
     def module(self, path: str, optional: bool = False) -> nn.Module | None:
@@ -80,11 +80,11 @@ class Binder:
 
     def attribute(self, path: str, name: str) -> Any:
         owner = self.module(path, optional=True)
-        found = getattr(owner, name, _MISSING)
-        if found is _MISSING:
+        attribute = getattr(owner, name, _MISSING)
+        if attribute is _MISSING:
             self.differ(f"{path} has no {name}")
             return None
-        return found
+        return attribute
 
     def claim(self, name: str) -> Any:
         if name in self.claimed:

@@ -53,7 +53,7 @@ _TRANSFORMERS = "diffusers.models.transformers."
 _ATTN1, _ATTN2 = Step(ATTENTION, "attn1", on=IMAGE), Step(ATTENTION, "attn2", on=IMAGE, over=TEXT)
 _FF, _ADD, _BARE = Step(MLP, "ff", on=IMAGE), Step(ADD, on=IMAGE), Step(NORM, on=IMAGE)
 _NORMS = tuple(Step(NORM, f"norm{number}", on=IMAGE) for number in range(4))
-# Of attn1 and the feed-forward, the time step gives shift, scale and gate.
+# The time step gives shift, scale and gate of attn1 and of the feed-forward.
 _BEGIN = (MODULATION, modulated("norm1", IMAGE, 0), _ATTN1, gated(IMAGE, 2))
 
 PLAIN: Program = (_NORMS[1], _ATTN1, _ADD, _NORMS[2], _ATTN2, _ADD, _NORMS[3], _FF, _ADD)
@@ -84,7 +84,7 @@ class Attends:
 
 @dataclass(frozen=True)
 class CrossAttentionBlock:
-    """A block that runs this program, whose parts have the names of the original's."""
+    """A block that runs `program`. Its parts keep the names that they have in the original."""
 
     layer: str
     program: Program
@@ -98,27 +98,27 @@ class CrossAttentionBlock:
 
     def bind_at(self, binder: Binder, path: str) -> StreamsShape:
         """Bind the block at `path`; its tensors keep their place in the new module."""
-        block, at, held = binder.module(path) if path else binder.layer, partial(named, path), dict[str, PartShape]()
+        block, at, parts = binder.module(path) if path else binder.layer, partial(named, path), dict[str, PartShape]()
         program = _present(block, self.program)
         for does, part, *_, by, _ in program:
             if does == MODULATE and at("scale_shift_table") in binder.parameters:
-                held[part] = bind_table(binder, at("scale_shift_table"), at(part), 6)
+                parts[part] = bind_table(binder, at("scale_shift_table"), at(part), 6)
             elif does == MODULATE:
                 kind = ZERO if self.program == ADA_NORM_ZERO else SHIFT
-                held |= bind_modulation(binder, {"norm1": (IMAGE, kind)}, embeds=kind == ZERO)
-            elif does == NORM and part and part not in held:
-                held[part] = (bind_modulated_norm if by else bind_layer_norm)(binder, at(part))
+                parts |= bind_modulation(binder, {"norm1": (IMAGE, kind)}, embeds=kind == ZERO)
+            elif does == NORM and part and part not in parts:
+                parts[part] = (bind_modulated_norm if by else bind_layer_norm)(binder, at(part))
             elif does == ATTENTION and _is_a(self.attends.layer, binder, at(part)):
-                held[part] = self.attends.bind(binder, at(part), at(part))
+                parts[part] = self.attends.bind(binder, at(part), at(part))
             elif does == MLP and _is_a(FEED_FORWARD.layer, binder, at(part)):
-                held[part] = bind_feed_forward(binder, at(part), at(part))
+                parts[part] = bind_feed_forward(binder, at(part), at(part))
             elif does == SKIP:
-                held[part] = bind_skip(binder, part)
-        return StreamsShape(program, tuple(held.items()), self.layer.rpartition(".")[2], self.call)
+                parts[part] = bind_skip(binder, part)
+        return StreamsShape(program, tuple(parts.items()), self.layer.rpartition(".")[2], self.call)
 
 
 def _present(block: nn.Module | None, program: Program) -> Program:
-    """The steps whose parts the block has. A norm that is an Identity is none."""
+    """The steps whose parts the block has. The norm of an Identity becomes a NORM without a part."""
     steps = [step for step in program if step.does != SKIP or getattr(block, "skip_linear", None) is not None]
     if getattr(block, "attn2", None) is None:
         crossing = steps.index(_ATTN2)  # between its norm and its sum
@@ -127,10 +127,10 @@ def _present(block: nn.Module | None, program: Program) -> Program:
 
 
 def _is_a(wanted: str, binder: Binder, path: str) -> bool:
-    found = class_path(binder.module(path))
-    if found != wanted:
-        binder.differ(f"{path} is a {found.rpartition('.')[2]}, not diffusers' {wanted.rpartition('.')[2]}")
-    return found == wanted
+    class_name = class_path(binder.module(path))
+    if class_name != wanted:
+        binder.differ(f"{path} is a {class_name.rpartition('.')[2]}, not diffusers' {wanted.rpartition('.')[2]}")
+    return class_name == wanted
 
 
 _BY_NORM_TYPE: Mapping[str | None, Program] = MappingProxyType(
@@ -140,7 +140,7 @@ _BY_NORM_TYPE: Mapping[str | None, Program] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BasicBlock:
-    """BasicTransformerBlock with norms of these types."""
+    """diffusers' BasicTransformerBlock with a norm_type of _BY_NORM_TYPE."""
 
     layer: str = "diffusers.models.attention.BasicTransformerBlock"
 
@@ -176,7 +176,7 @@ BLOCKS = (
         f"{_WAN}TransformerBlock", WAN, Attends(f"{_WAN}Attention", WAN_ATTENTION.bind_at),
         (*_TEXT_AND_TIME, ("rotary_emb", COS_SIN)),
     ),
-    CrossAttentionBlock(  # stays: its attention over itself is linear, its feed-forward a convolution
+    CrossAttentionBlock(  # never binds: linear self-attention, a convolution as feed-forward
         f"{_TRANSFORMERS}sana_transformer.SanaTransformerBlock", ADA_NORM_SINGLE,
         Attends(ATTENTION_CLASS, bind_image_attention), (*_BASIC_CALL[:4], ("height", UNREAD), ("width", UNREAD)),
     ),

@@ -1,7 +1,7 @@
-"""DeepSpeed's own mixtures, the `MOELayer` in a `deepspeed.moe.layer.MoE`: recognized by what they hold.
+"""DeepSpeed's mixtures, the `MOELayer` in a `deepspeed.moe.layer.MoE`, recognized by their attributes.
 
-DeepSpeed need not be there. Experts are the user's own modules: which of their linears is which, and the activation,
-are found by comparing what small weights give.
+DeepSpeed need not be installed. Experts are the user's own modules: running them with small weights tells which linear
+is gate, up and down, and which activation they use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RoutedShape(ExpertsShape):
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether the module holds what DeepSpeed's MOELayer holds."""
+    """Whether the module has the attributes of DeepSpeed's MOELayer."""
     gate, experts = getattr(module, "gate", None), getattr(module, "experts", None)
     listed = isinstance(getattr(experts, "deepspeed_experts", None), nn.ModuleList)
     return listed and isinstance(getattr(gate, "wg", None), nn.Linear)
@@ -46,8 +46,8 @@ def routed_in(module: nn.Module, path: str = "") -> Iterator[str]:
 def bind_routed(module: Any, *, without_drops: bool) -> BoundExperts:
     """Read the gate and the experts of a mixture, live or on meta.
 
-    `without_drops`: every token is computed by the experts that it prefers, where DeepSpeed would drop or sample.
-    SpecMismatch lists everything that ours does not do.
+    `without_drops`: compute every token by its best experts where DeepSpeed would drop tokens or sample experts.
+    SpecMismatch lists everything that ours does not support.
     """
     gate, experts = module.gate, list(module.experts.deepspeed_experts)
     reasons = [] if without_drops else [*_depends_on_batch(gate)]
@@ -63,8 +63,8 @@ def bind_routed(module: Any, *, without_drops: bool) -> BoundExperts:
         )
     bound = None
     try:
-        held = {f"{_EXPERTS}.{number}": expert for number, expert in enumerate(experts)}
-        bound = bind_listed(held, gate.wg.in_features)
+        by_path = {f"{_EXPERTS}.{number}": expert for number, expert in enumerate(experts)}
+        bound = bind_listed(by_path, gate.wg.in_features)
     except SpecMismatch as mismatch:
         differences += mismatch.differences
     if differences or bound is None:
@@ -86,7 +86,7 @@ def without_drops(module: Any) -> Iterator[None]:
 
 
 def _depends_on_batch(gate: Any) -> Iterator[str]:
-    """What makes a token's result depend on the others of its batch, or on chance."""
+    """Reasons why a token's result depends on the rest of its batch, or on chance."""
     if getattr(gate, "drop_tokens", True) and gate.eval_capacity_factor * gate.k < gate.wg.out_features:
         yield (
             f"drops tokens beyond a capacity (eval_capacity_factor={gate.eval_capacity_factor}), so that a token's "

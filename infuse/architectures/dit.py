@@ -63,10 +63,10 @@ _NORMS = f"{_MODELS}normalization."
 
 @dataclass(frozen=True)
 class HeadsShape(PartShape):
-    """The projections of one sequence: q, k and v with the norms of q and k, and the output (None: there is none).
+    """The projections of one sequence: q, k and v with the norms of q and k, and the output projection.
 
-    `out` is whether the output has a bias. `beside`: the width of an MLP with `activation` whose result the output
-    projection takes after the heads; its first linear has the bias `up_bias`.
+    `out`: whether the output projection has a bias; None without one. `beside`: width of a parallel MLP with
+    `activation`; the output projection reads [heads | MLP]. `up_bias`: whether the MLP's first linear has a bias.
     """
 
     hidden: int
@@ -84,16 +84,16 @@ class HeadsShape(PartShape):
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         queries, keys = Extent(HEADS, self.heads, self.head_width), Extent(KV_HEADS, self.heads, self.head_width)
-        found = [Matrix("qkv", 3 * queries.length, self.hidden, self.bias, COLUMN, (queries, keys, keys))]
+        matrices = [Matrix("qkv", 3 * queries.length, self.hidden, self.bias, COLUMN, (queries, keys, keys))]
         inputs: tuple[Extent, ...] = (queries,)
         if self.beside:
             inner = Extent(INNER, self.beside)
-            found.append(Matrix("up", self.beside, self.hidden, self.up_bias, COLUMN, (inner,)))
+            matrices.append(Matrix("up", self.beside, self.hidden, self.up_bias, COLUMN, (inner,)))
             inputs = (queries, inner)
         if self.out is not None:
             width = sum(extent.length for extent in inputs)
-            found.append(Matrix("out", self.hidden, width, self.out, ROW, inputs))
-        return tuple(found)
+            matrices.append(Matrix("out", self.hidden, width, self.out, ROW, inputs))
+        return tuple(matrices)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -122,7 +122,7 @@ _TEXT_MLP = (modulated("norm2_context", TEXT, 3), Step(MLP, "ff_context", on=TEX
 
 @dataclass(frozen=True)
 class JointBlock:
-    """A joint block: `processor` is the class that its attention is computed by, over the streams in this `order`."""
+    """A joint block. `processor`: the class that computes its attention, over the streams in this `order`."""
 
     layer: str
     processor: str
@@ -135,18 +135,18 @@ class JointBlock:
             binder.differ("its feed-forward runs in chunks")
         second = getattr(binder.layer, "attn2", None) is not None
         ends = getattr(binder.module("attn"), "to_add_out", None) is None
-        held = bind_modulation(
+        parts = bind_modulation(
             binder,
             {"norm1": (IMAGE, ZERO_X if second else ZERO), "norm1_context": (TEXT, CONTINUOUS if ends else ZERO)},
         )
-        held[IMAGE] = _heads(binder, "attn", IMAGE, self.processor, _QKV, "norm_{}", "to_out.0")
+        parts[IMAGE] = _heads(binder, "attn", IMAGE, self.processor, _QKV, "norm_{}", "to_out.0")
         out = None if ends else "to_add_out"
-        held[TEXT] = _heads(binder, "attn", TEXT, self.processor, _ADDED, "norm_added_{}", out)
+        parts[TEXT] = _heads(binder, "attn", TEXT, self.processor, _ADDED, "norm_added_{}", out)
         if second:
-            held["second"] = _heads(binder, "attn2", "second", self.processor, _QKV, "norm_{}", "to_out.0")
+            parts["second"] = _heads(binder, "attn2", "second", self.processor, _QKV, "norm_{}", "to_out.0")
         for suffix in ("",) if ends else ("", "_context"):
-            held[f"norm2{suffix}"] = bind_modulated_norm(binder, f"norm2{suffix}")
-            held[f"ff{suffix}"] = bind_feed_forward(binder, f"ff{suffix}", f"ff{suffix}")
+            parts[f"norm2{suffix}"] = bind_modulated_norm(binder, f"norm2{suffix}")
+            parts[f"ff{suffix}"] = bind_feed_forward(binder, f"ff{suffix}", f"ff{suffix}")
         text = modulated("norm1_context", TEXT, 0)
         if ends:  # its norm has the scale first
             text, end = text._replace(by=(0, 1)), (Step(END, on=TEXT),)
@@ -155,7 +155,7 @@ class JointBlock:
         image = (*(_SECOND if second else _FIRST), *_IMAGE_MLP)
         joint = Step(JOINT, on=self.order[0], over=self.order[1])
         program = (MODULATION, modulated("norm1", IMAGE, 0), text, joint, *image, *end)
-        return StreamsShape(program, tuple(held.items()), self.layer, self.call, (TEXT, IMAGE))
+        return StreamsShape(program, tuple(parts.items()), self.layer, self.call, (TEXT, IMAGE))
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class SingleBlock:
     )  # fmt: skip
 
     def bind(self, binder: Binder, name: str) -> StreamsShape:
-        held = bind_modulation(binder, {"norm": (IMAGE, SINGLE)})
+        parts = bind_modulation(binder, {"norm": (IMAGE, SINGLE)})
         heads = _heads(binder, "attn", IMAGE, self.processor, _QKV, "norm_{}", None)
         up, out = binder.linear("proj_mlp"), binder.linear("proj_out")
         width = heads.heads * heads.head_width
@@ -183,8 +183,8 @@ class SingleBlock:
         if type(activation) is not nn.GELU:
             binder.differ(f"act_mlp is a {type(activation).__name__}, not a GELU")
         act = "gelu_tanh" if getattr(activation, "approximate", "") == "tanh" else "gelu"
-        held[IMAGE] = replace(heads, out=out.bias, beside=up.rows, up_bias=up.bias, activation=act)
-        return StreamsShape(self.program, tuple(held.items()), self.layer, self.call, (TEXT, IMAGE))
+        parts[IMAGE] = replace(heads, out=out.bias, beside=up.rows, up_bias=up.bias, activation=act)
+        return StreamsShape(self.program, tuple(parts.items()), self.layer, self.call, (TEXT, IMAGE))
 
 
 def _heads(
@@ -192,20 +192,20 @@ def _heads(
 ) -> HeadsShape:
     """Bind one sequence's projections of the attention at `path`."""
     attn = binder.module(path)
-    found = class_path(getattr(attn, "processor", None))
-    if found != processor:
-        binder.differ(f"{path} is computed by {found.rpartition('.')[2]}, not {processor.rpartition('.')[2]}")
+    processor_class = class_path(getattr(attn, "processor", None))
+    if processor_class != processor:
+        binder.differ(f"{path} is computed by {processor_class.rpartition('.')[2]}, not {processor.rpartition('.')[2]}")
     for key in ("_attention_backend", "_parallel_config"):
         if getattr(attn.processor, key, None) is not None:  # type: ignore[union-attr]
             binder.differ(f"the processor of {path} has {key} {getattr(attn.processor, key)!r}")  # type: ignore[union-attr]
     if getattr(attn, "fused_projections", False):
         binder.differ(f"{path} has fused projections: call unfuse_qkv_projections() first")
-    paths = tuple(named(path, one) for one in qkv)
-    linears, heads = [binder.linear(one) for one in paths], int(getattr(attn, "heads", 1))
+    paths = tuple(named(path, leaf) for leaf in qkv)
+    linears, heads = [binder.linear(p) for p in paths], int(getattr(attn, "heads", 1))
     rows, width = linears[0].rows, linears[0].rows // max(heads, 1)
     if any(linear.rows != heads * width for linear in linears):
         binder.differ(
-            f"{', '.join(paths)} have {[one.rows for one in linears]} rows, which {heads} heads do not divide"
+            f"{', '.join(paths)} have {[linear.rows for linear in linears]} rows, which {heads} heads do not divide"
         )
     bias = binder.all_or_no_bias(paths, linears)
     binder.fill_linear(named(name, "qkv"), paths, bias)
@@ -216,11 +216,13 @@ def _heads(
         out_bias = made.bias
         if made.columns != rows:
             binder.differ(f"{named(path, out)} takes {made.columns} columns; the heads make {rows}")
-    norms = {one: _head_norm(binder, named(path, norm.format(one)), named(name, f"{one}_norm"), width) for one in "qk"}
-    eps = {found for found in norms.values() if found is not None}
+    norms = {
+        role: _head_norm(binder, named(path, norm.format(role)), named(name, f"{role}_norm"), width) for role in "qk"
+    }
+    eps = {norm_eps for norm_eps in norms.values() if norm_eps is not None}
     if len(eps) > 1:
         binder.differ(f"the norms of queries and keys of {path} have different eps: {sorted(eps)}")
-    there = {one: found is not None for one, found in norms.items()}
+    there = {role: norm_eps is not None for role, norm_eps in norms.items()}
     return HeadsShape(linears[0].columns, heads, width, bias, there["q"], there["k"], max(eps, default=0.0), out_bias)
 
 

@@ -1,9 +1,9 @@
-"""The experts of a mixture as one part: all experts of a layer, which a router outside of it chooses among.
+"""The experts of a mixture as one part: all experts of a layer. A router outside of it chooses among them.
 
-Recognized are the classes that transformers marks by `@use_experts_implementation`, others of the same signature,
-`forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`, and a few that are called in other ways. The
-instance tells how its weights are laid out. Its gate is recognized by the values that it returns, because classes
-override it.
+Recognizes the classes that transformers marks with `@use_experts_implementation`, others of the same signature,
+`forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`, and a few that are called in other ways.
+Attributes of the instance tell the layout of its weights. The gate is recognized by the values that it returns, because
+classes override it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STAY: Mapping[str, str] = MappingProxyType(
         "JetMoeParallelExperts": "it holds one of its experts' two products; what is between them is outside of it",
     }
 )
-# What the decorator writes to each instance, and what holds for a class without it.
+# Attributes that the decorator writes to each instance, and their values for a class without it.
 _LAYOUT: Mapping[str, bool] = MappingProxyType(
     {
         "has_gate": True,
@@ -150,10 +150,10 @@ def experts_in(module: nn.Module, path: str = "") -> Iterator[str]:
 def router_paths(model: nn.Module) -> frozenset[str]:
     """Paths of the linears beside experts that choose among them or weigh them: routers and gates of shared experts.
 
-    Experts are those of `is_experts`, and any module named so. Their routers are known by their outputs, one for each
-    expert or a single one, or by their names.
+    Experts are modules that `is_experts` accepts, and any module named "experts". A linear beside them counts if it has
+    one output, one output per expert, or a router's name.
     """
-    found: set[str] = set()
+    paths: set[str] = set()
     for path, experts in list(model.named_modules()):
         where, _, last = path.rpartition(".")
         if last != "experts" and not is_experts(experts):
@@ -163,14 +163,14 @@ def router_paths(model: nn.Module) -> frozenset[str]:
             inside = name.removeprefix(f"{where}.").split(".")
             named = inside[-1] in _ROUTER_NAMES or "router" in inside
             if not name.startswith(f"{path}.") and (shape.outputs in counts or named):
-                found.add(name)
-    return frozenset(found)
+                paths.add(name)
+    return frozenset(paths)
 
 
 def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
-    """Read layout, sizes and gate of a module of experts, live or on meta; `caller` holds it.
+    """Read layout, sizes and gate of a module of experts, live or on meta; `caller` is its parent module.
 
-    SpecMismatch lists what our experts do not compute.
+    SpecMismatch lists what our experts do not support.
     """
     experts: Any = module
     told = {name: bool(getattr(experts, name, default)) for name, default in _LAYOUT.items()}
@@ -201,14 +201,14 @@ def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
     weights = (StackedExperts(turned, interleaved), StackedExperts(turned))
     layouts = (*weights, StackedExperts(interleaved=interleaved), StackedExperts())
     targets = ("up.weight", "down.weight", "up.bias", "down.bias")
-    found = zip(targets, leaves, layouts, strict=False)
-    return BoundExperts(shape, tuple(Fill(target, (leaf,), stacked=stacked) for target, leaf, stacked in found))
+    parameters = zip(targets, leaves, layouts, strict=False)
+    return BoundExperts(shape, tuple(Fill(target, (leaf,), stacked=stacked) for target, leaf, stacked in parameters))
 
 
 def bind_listed(experts: Mapping[str, nn.Module], hidden: int | None) -> BoundExperts:
-    """Read experts that are modules of their own, by their paths; `hidden` None: the inputs of their first linear.
+    """Read experts that are separate modules, by path; `hidden` None: the input width of their first linear.
 
-    SpecMismatch lists what our experts do not compute.
+    SpecMismatch lists what our experts do not support.
     """
     paths, members = tuple(experts), list(experts.values())
     if not members:
@@ -237,10 +237,10 @@ def _held(expert: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _bind_flat(experts: Any) -> BoundExperts:
     """Read DBRX's experts: gate w1, up v1 and down w2, all [E * I, H], and down is transposed."""
-    held, count = dict(experts.mlp.named_parameters()), experts.num_experts
-    rows, hidden = held["w1"].shape
-    if {tuple(tensor.shape) for tensor in held.values()} != {(rows, hidden)} or rows % count:
-        shapes = ", ".join(f"{leaf} {list(tensor.shape)}" for leaf, tensor in held.items())
+    matrices, count = dict(experts.mlp.named_parameters()), experts.num_experts
+    rows, hidden = matrices["w1"].shape
+    if {tuple(tensor.shape) for tensor in matrices.values()} != {(rows, hidden)} or rows % count:
+        shapes = ", ".join(f"{leaf} {list(tensor.shape)}" for leaf, tensor in matrices.items())
         raise SpecMismatch(type(experts).__name__, [f"{shapes} are not the matrices of {count} experts"])
     probe = _probe(())
     tried = [ExpertGate(name) for name in dict.fromkeys(ACTIVATIONS.values())]
@@ -295,7 +295,7 @@ def _sizes(count: int, up: Tensor, down: Tensor, told: Mapping[str, bool]) -> tu
 
 
 def _gate(experts: Any, told: Mapping[str, bool]) -> ExpertGate | str:
-    """Our gate that returns what the module's own does for random numbers beyond all its limits; a reason if none."""
+    """Find our gate that matches the module's on random numbers beyond all its limits; a reason if none does."""
     attributes = {name: value for name, value in vars(experts).items() if "limit" in name}
     limits = sorted({float(value) for value in attributes.values() if isinstance(value, (int, float))} - {math.inf})
     probe = _probe(limits)
@@ -303,7 +303,7 @@ def _gate(experts: Any, told: Mapping[str, bool]) -> ExpertGate | str:
     if not told["has_gate"]:
         return _alike(experts.act_fn, probe, probe, [ExpertGate(name, gated=False) for name in names])
     laid = probe if told["is_concatenated"] else torch.cat([probe[:, 0::2], probe[:, 1::2]], dim=1)
-    own = getattr(experts, "_apply_gate", None) or (lambda h: experts.act_fn(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])
+    gate = getattr(experts, "_apply_gate", None) or (lambda h: experts.act_fn(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])
     clamps = [(0.0, False), *((limit, after) for limit in limits for after in (False, True))]
     tried = [
         ExpertGate(name, True, limit, after, offset)
@@ -311,19 +311,21 @@ def _gate(experts: Any, told: Mapping[str, bool]) -> ExpertGate | str:
         for offset in (0.0, 1.0)
         for name in names
     ]
-    return _alike(own, probe, laid, tried)
+    return _alike(gate, probe, laid, tried)
 
 
-def _alike(own: Callable[[Tensor], Tensor], probe: Tensor, laid: Tensor, tried: list[ExpertGate]) -> ExpertGate | str:
-    """The first gate in `tried` that returns for `laid` what `own` returns for `probe`; a reason if none does."""
+def _alike(
+    original: Callable[[Tensor], Tensor], probe: Tensor, laid: Tensor, tried: list[ExpertGate]
+) -> ExpertGate | str:
+    """The first gate in `tried` that returns for `laid` what `original` returns for `probe`; a reason if none does."""
     try:
         with torch.no_grad():
-            wanted = own(probe.clone())
+            wanted = original(probe.clone())
     except Exception as error:  # it may read what a probe does not have
         return f"its gate cannot be tried on numbers: {type(error).__name__}: {error}".partition("\n")[0]
     allowed = _PROBE_TOLERANCE * (wanted.abs() + 0.1)
     for gate in tried:
-        found = gate.inner(laid)
-        if found.shape == wanted.shape and bool(((found - wanted).abs() <= allowed).all()):
+        output = gate.inner(laid)
+        if output.shape == wanted.shape and bool(((output - wanted).abs() <= allowed).all()):
             return gate
     return "its gate is none that our experts have: act(gate) * (up + offset), both clamped or not"

@@ -47,10 +47,10 @@ class FeedForward:
 
 def bind_feed_forward(binder: Binder, path: str, name: str) -> MLPShape:
     """Bind the feed-forward module at `path`; its tensors go to `name` in the new module."""
-    net = [type(one) for one in getattr(binder.module(named(path, "net")), "children", list)()]
+    net = [type(layer) for layer in getattr(binder.module(named(path, "net")), "children", list)()]
     if net[1:] not in ([nn.Dropout, nn.Linear], [nn.Dropout, nn.Linear, nn.Dropout]):
-        found = ", ".join(one.__name__ for one in net)
-        binder.differ(f"{named(path, 'net')} is [{found}], not [activation, Dropout, Linear]")
+        classes = ", ".join(cls.__name__ for cls in net)
+        binder.differ(f"{named(path, 'net')} is [{classes}], not [activation, Dropout, Linear]")
     activation, gated = _activation(binder, named(path, "net.0"))
     up_path, down_path = named(path, "net.0.proj"), named(path, "net.2")
     up, down = binder.linear(up_path), binder.linear(down_path)
@@ -67,19 +67,19 @@ def bind_feed_forward(binder: Binder, path: str, name: str) -> MLPShape:
 def _activation(binder: Binder, path: str) -> tuple[str, bool]:
     """Our name of the activation at `path`, and whether it gates."""
     module = binder.module(path)
-    found = class_path(module)
-    if found in _GATED:
-        return _GATED[found], True
-    if found == f"{_ACTIVATIONS}ApproximateGELU":
+    class_name = class_path(module)
+    if class_name in _GATED:
+        return _GATED[class_name], True
+    if class_name == f"{_ACTIVATIONS}ApproximateGELU":
         return "quick_gelu", False
     approximate = {"none": "gelu", "tanh": "gelu_tanh"}
-    held = getattr(module, "activation", None) if found == f"{_ACTIVATIONS}LinearActivation" else module
-    if found == f"{_ACTIVATIONS}GELU" or isinstance(held, nn.GELU):
-        if (name := approximate.get(getattr(held, "approximate", ""))) is not None:
+    function = getattr(module, "activation", None) if class_name == f"{_ACTIVATIONS}LinearActivation" else module
+    if class_name == f"{_ACTIVATIONS}GELU" or isinstance(function, nn.GELU):
+        if (name := approximate.get(getattr(function, "approximate", ""))) is not None:
             return name, False
-    elif (known := _MODULES.get(type(held))) is not None:  # type: ignore[arg-type]
+    elif (known := _MODULES.get(type(function))) is not None:  # type: ignore[arg-type]
         return known, False
-    binder.differ(f"{path} is a {found.rpartition('.')[2]}, whose activation is not known")
+    binder.differ(f"{path} is a {class_name.rpartition('.')[2]}, whose activation is not known")
     return "gelu", False
 
 

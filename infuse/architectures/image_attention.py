@@ -28,7 +28,7 @@ from infuse.architectures.unet import GroupNormShape, bind_group_norm
 
 _PROCESSORS = "diffusers.models.attention_processor."
 ATTENTION_CLASS = f"{_PROCESSORS}Attention"
-# The processors that compute softmax(q k^T * scale + mask) v: by the width's root, or by the module's own scale.
+# Processors that compute softmax(q k^T * scale + mask) v: the scale is 1/sqrt(head width), or the module's own.
 _FUSED, _PLAIN = f"{_PROCESSORS}AttnProcessor2_0", f"{_PROCESSORS}AttnProcessor"
 _SANA = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"  # as _FUSED, without norm and residual
 _ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_v_proj", "add_q_proj", "to_add_out")
@@ -36,10 +36,10 @@ _ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_
 
 @dataclass(frozen=True)
 class ImageAttentionShape(PartShape):
-    """Attention of `hidden` wide pixels over themselves or, if `context` is not 0, over a text of that width.
+    """Self-attention of pixels of width `hidden` or, if `context` is not 0, cross-attention over a text of that width.
 
-    Over themselves it has one matrix for [q | k | v], over a text one for q and one for [k | v]. `group_norm` comes
-    first, then `residual`: whether the input is added to the output, which is divided by `rescale`.
+    Self-attention has one matrix for [q | k | v]; cross-attention has one for q and one for [k | v]. `group_norm` runs
+    first. `residual`: whether the input is added to the output. The sum is divided by `rescale`.
     """
 
     hidden: int
@@ -67,7 +67,7 @@ class ImageAttentionShape(PartShape):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         norm = () if self.group_norm is None else self.group_norm.parameters
-        return (*super().parameters, *(inside("group_norm", one) for one in norm))
+        return (*super().parameters, *(inside("group_norm", parameter) for parameter in norm))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -90,10 +90,10 @@ def bind_image_attention(binder: Binder, path: str, name: str) -> ImageAttention
     for part in _ABSENT:
         if getattr(module, part, None) is not None:
             binder.differ(f"it has {named(path, part)}")
-    out_linear, *rest = [type(one) for one in getattr(module, "to_out", None) or (None,)]
+    out_linear, *rest = [type(layer) for layer in getattr(module, "to_out", None) or (None,)]
     if out_linear is not nn.Linear or rest not in ([], [nn.Dropout]):
         binder.differ(f"{named(path, 'to_out')} is not [Linear, Dropout]")
-    q, k, v, out = (binder.linear(named(path, one)) for one in ("to_q", "to_k", "to_v", "to_out.0"))
+    q, k, v, out = (binder.linear(named(path, leaf)) for leaf in ("to_q", "to_k", "to_v", "to_out.0"))
     heads = getattr(module, "heads", 0)
     width = q.rows // heads if heads else 0
     if not heads or {q.rows, k.rows, v.rows, out.columns} != {heads * width}:
@@ -102,10 +102,10 @@ def bind_image_attention(binder: Binder, path: str, name: str) -> ImageAttention
     if k.columns != (q.columns if not crosses else v.columns) or v.columns != k.columns:
         binder.differ(f"q, k, v take {q.columns}, {k.columns}, {v.columns} columns")
     merged = (("q", ("to_q",)), ("kv", ("to_k", "to_v"))) if crosses else (("qkv", ("to_q", "to_k", "to_v")),)
-    paths = tuple(named(path, one) for one in ("to_q", "to_k", "to_v"))
+    paths = tuple(named(path, leaf) for leaf in ("to_q", "to_k", "to_v"))
     bias = binder.all_or_no_bias(paths, [q, k, v])
     for target, sources in merged:
-        binder.fill_linear(named(name, target), tuple(named(path, one) for one in sources), bias)
+        binder.fill_linear(named(name, target), tuple(named(path, source) for source in sources), bias)
     binder.fill_linear(named(name, "out"), (named(path, "to_out.0"),), out.bias)
     norm = None
     if getattr(module, "group_norm", None) is not None:
@@ -126,10 +126,10 @@ def bind_image_attention(binder: Binder, path: str, name: str) -> ImageAttention
 
 
 def _number(binder: Binder, module: nn.Module | None, name: str) -> float:
-    found = getattr(module, name, None)
-    if isinstance(found, (int, float)):
-        return float(found)
-    binder.differ(f"{name} is {found!r}, not a number")
+    number = getattr(module, name, None)
+    if isinstance(number, (int, float)):
+        return float(number)
+    binder.differ(f"{name} is {number!r}, not a number")
     return 1.0
 
 

@@ -31,10 +31,11 @@ class ImageTransformerShape(ModuleShape):
 
     @property
     def parts(self) -> Mapping[str, PartShape]:
-        found: dict[str, PartShape] = {"norm": self.norm}
+        parts: dict[str, PartShape] = {"norm": self.norm}
         for number, block in enumerate(self.blocks):
-            found |= {f"{BLOCKS}.{number}.{name}": part for name, part in block.parts.items()}
-        return found | {name: one for name, one in self._projections.items() if isinstance(one, PartShape)}
+            parts |= {f"{BLOCKS}.{number}.{name}": part for name, part in block.parts.items()}
+        convolutions = {name: part for name, part in self._projections.items() if isinstance(part, PartShape)}
+        return parts | convolutions
 
     @property
     def _projections(self) -> dict[str, Matrix | ConvShape]:
@@ -44,17 +45,18 @@ class ImageTransformerShape(ModuleShape):
         blocks = []
         for number, block in enumerate(self.blocks):
             start = f"{BLOCKS}.{number}."
-            own = {name.removeprefix(start): part for name, part in parts.items() if name.startswith(start)}
-            blocks.append(block.with_parts(own))
+            of_block = {name.removeprefix(start): part for name, part in parts.items() if name.startswith(start)}
+            blocks.append(block.with_parts(of_block))
         return replace(self, blocks=tuple(blocks))
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return (*super().matrices, *(one for one in self._projections.values() if isinstance(one, Matrix)))
+        linears = [projection for projection in self._projections.values() if isinstance(projection, Matrix)]
+        return (*super().matrices, *linears)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        linears = [one for one in self._projections.values() if isinstance(one, Matrix)]
+        linears = [projection for projection in self._projections.values() if isinstance(projection, Matrix)]
         return (*super().parameters, *(parameter for matrix in linears for parameter in matrix.parameters))
 
     @property
@@ -64,7 +66,7 @@ class ImageTransformerShape(ModuleShape):
 
 @dataclass(frozen=True)
 class ImageTransformer:
-    """Transformer2DModel over the channels of an image, not over patches or codes, of blocks without modulation."""
+    """Transformer2DModel over image channels (not over patches or codes), with blocks without modulation."""
 
     def bind(self, binder: Binder, name: str) -> ImageTransformerShape:
         model = binder.layer
@@ -74,8 +76,8 @@ class ImageTransformer:
             binder.differ(f"norm_type is {tables!r}, not 'layer_norm'")
         blocks = [f"{BLOCKS}.{number}" for number in range(len(getattr(model, BLOCKS, ())))]
         for path in blocks:
-            if (found := class_path(binder.module(path))) != BASIC_BLOCK.layer:
-                binder.differ(f"{path} is a {found.rpartition('.')[2]}, not diffusers' BasicTransformerBlock")
+            if (class_name := class_path(binder.module(path))) != BASIC_BLOCK.layer:
+                binder.differ(f"{path} is a {class_name.rpartition('.')[2]}, not diffusers' BasicTransformerBlock")
         return ImageTransformerShape(
             norm=bind_group_norm(binder, "norm", "norm"),
             proj_in=_projection(binder, "proj_in"),
@@ -87,9 +89,9 @@ class ImageTransformer:
 def _projection(binder: Binder, path: str) -> Matrix | ConvShape:
     if type(binder.module(path)) is not nn.Linear:
         return bind_conv(binder, path, path, 1)
-    found = binder.linear(path)
-    binder.fill_linear(path, (path,), found.bias)
-    return Matrix(path, found.rows, found.columns, found.bias)
+    linear = binder.linear(path)
+    binder.fill_linear(path, (path,), linear.bias)
+    return Matrix(path, linear.rows, linear.columns, linear.bias)
 
 
 IMAGE_TRANSFORMER = ModuleSpec("diffusers.models.transformers.transformer_2d.Transformer2DModel", ImageTransformer())

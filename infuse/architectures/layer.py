@@ -35,7 +35,7 @@ class Mixer(Protocol):
     """Attention or a recurrence as declared. `module` is its path in the layer; it may depend on the layer's kind."""
 
     def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
-        """The one that this layer has, where layers differ."""
+        """The mixer of this layer, for models whose layers differ."""
 
     @property
     def module(self) -> str: ...
@@ -87,10 +87,10 @@ class LayerSpec:
         index = getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
         binder = Binder(layer, config, index, self.transposed)
         for key, expected in self.expect:
-            found = getattr(config, key, expected)
-            if found != expected:
-                binder.differences.append(f"config.{key} is {found!r}; only {expected!r} is understood")
-        if binder.differences:  # the layer is of another kind, so that its parameters would all differ
+            setting = getattr(config, key, expected)
+            if setting != expected:
+                binder.differences.append(f"config.{key} is {setting!r}; only {expected!r} is understood")
+        if binder.differences:  # another kind of layer: all its parameters would differ, too
             raise SpecMismatch(self.layer.rpartition(".")[2], binder.differences)
         name = mixer.module.partition(".")[0]
         declared: dict[str, Part | None] = {name: mixer, "mlp": self.mlp}

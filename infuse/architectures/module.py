@@ -1,4 +1,4 @@
-"""ModuleSpec: a module that is replaced as a whole, whatever is around it. ModuleShape: what the new one is built from.
+"""ModuleSpec: a module that is replaced as a whole, wherever it is. ModuleShape: its dimensions and settings.
 
 A layer has attention, an MLP and norms in a known order; a module is anything else with weights, such as a block of a
 diffusion model. All settings are read from the instance, because modules of one model differ in them.

@@ -9,7 +9,7 @@ from infuse.architectures.bind import Binder
 from infuse.architectures.experts import ROUTES, ExpertsShape, bind_experts
 from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import INNER, Extent, Matrix, Parameter, PartShape, Share, named
+from infuse.architectures.part import INNER, Extent, Matrix, Parameter, PartShape, Share, inside, named
 from infuse.architectures.router import Router, RouterShape
 from infuse.errors import SpecMismatch
 
@@ -23,9 +23,9 @@ AnyMLP = MLP | GatedMLP | PackedGatedMLP
 class MoE:
     """The experts at `experts`, chosen by `router`, plus a `shared` expert that sees every token, if the layer has one.
 
-    `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the part of layers without experts; each
-    layer tells by its modules which of the two it has. Attributes of the module around the experts: `scale`, a number
-    that multiplies their sum; `combine`, "sum" or "average" of that and the shared expert.
+    `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the MLP of layers that have no module at
+    `experts`. Attributes of the module around the experts: `scale`, a number that multiplies their sum; `combine`,
+    "sum" or "average" of that and the shared expert.
     """
 
     router: Router
@@ -81,10 +81,10 @@ class MoE:
 
     def _bind_gate(self, binder: Binder, name: str) -> None:
         assert self.gate is not None
-        found = binder.linear(self.gate)
-        if found.rows != 1 or found.bias:
-            bias = "with a bias" if found.bias else "without bias"
-            binder.differences.append(f"{self.gate} has {found.rows} outputs {bias}; only one without is understood")
+        linear = binder.linear(self.gate)
+        if linear.rows != 1 or linear.bias:
+            bias = "with a bias" if linear.bias else "without bias"
+            binder.differences.append(f"{self.gate} has {linear.rows} outputs {bias}; only one without is understood")
         binder.fills.append(Fill(f"{name}.shared_gate.weight", (f"{self.gate}.weight",), binder.transposed))
 
 
@@ -103,17 +103,17 @@ class MoEShape(PartShape):
     def matrices(self) -> tuple[Matrix, ...]:
         shared = () if self.shared is None else self.shared.matrices
         return (
-            *(replace(one, target=named("experts", one.target)) for one in self.experts.matrices),
-            *(replace(one, target=named("shared", one.target), extents=_own(one.extents)) for one in shared),
+            *(inside("experts", matrix) for matrix in self.experts.matrices),
+            *(replace(inside("shared", matrix), extents=_own(matrix.extents)) for matrix in shared),
         )
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         shared = () if self.shared is None else self.shared.parameters
         return (
-            *(replace(one, target=named("router", one.target)) for one in self.router.parameters),
-            *(replace(one, target=named("experts", one.target)) for one in self.experts.parameters),
-            *(replace(one, target=named("shared", one.target), extents=_own(one.extents)) for one in shared),
+            *(inside("router", parameter) for parameter in self.router.parameters),
+            *(inside("experts", parameter) for parameter in self.experts.parameters),
+            *(replace(inside("shared", parameter), extents=_own(parameter.extents)) for parameter in shared),
             *((Parameter("shared_gate.weight"),) if self.gated else ()),
         )
 
@@ -133,5 +133,5 @@ class MoEShape(PartShape):
 
 
 def _own(extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
-    """The shared expert's extents in a unit of their own: ranks divide its width apart from that of the experts."""
+    """The shared expert's extents in their own unit: ranks split its width independently of the experts'."""
     return tuple(replace(extent, unit=SHARED_INNER) for extent in extents)

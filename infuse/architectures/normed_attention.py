@@ -26,9 +26,9 @@ _ABSENT = ("group_norm", "spatial_norm", "norm_cross", "add_k_proj", "add_v_proj
 
 @dataclass(frozen=True)
 class NormedAttentionShape(ModuleShape):
-    """Attention over itself or over a text of `context` columns; `cos_sin` is the name of the rotation's argument.
+    """Self-attention, or cross-attention over a text of `context` columns. `cos_sin` names the rotation's argument.
 
-    `masks`: it takes masks as diffusers' Attention does. `text_cos_sin`: over a text, queries alone are rotated.
+    `masks`: it takes masks as diffusers' Attention does. `text_cos_sin`: cross-attention rotates only the queries.
     """
 
     hidden: int
@@ -55,7 +55,7 @@ class NormedAttentionShape(ModuleShape):
 
     @property
     def parts(self) -> Mapping[str, PartShape]:
-        return {name: one for name in ("q_norm", "k_norm") if (one := getattr(self, name)) is not None}
+        return {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name)) is not None}
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -88,8 +88,9 @@ class NormedAttention:
         module: Any = binder.module(path) if path else binder.layer
         whose = f"{path}'s" if path else "its"
         processor = getattr(module, "processor", None)
-        if (found := class_path(processor)) != self.processor:
-            binder.differ(f"{whose} processor is {found.rpartition('.')[2]}, not {self.processor.rpartition('.')[2]}")
+        if (processor_class := class_path(processor)) != self.processor:
+            expected = self.processor.rpartition(".")[2]
+            binder.differ(f"{whose} processor is {processor_class.rpartition('.')[2]}, not {expected}")
         for key in ("_attention_backend", "_parallel_config"):
             if getattr(processor, key, None) is not None:
                 binder.differ(f"{whose} processor has {key} {getattr(processor, key)!r}")
@@ -101,10 +102,10 @@ class NormedAttention:
                 binder.differ(f"{at(key)} is True")
         if (scale := getattr(module, "rescale_output_factor", 1.0)) != 1.0:
             binder.differ(f"{at('rescale_output_factor')} is {scale}, not 1")
-        if [type(one) for one in getattr(module, "to_out", None) or ()] != [nn.Linear, nn.Dropout]:
+        if [type(layer) for layer in getattr(module, "to_out", None) or ()] != [nn.Linear, nn.Dropout]:
             binder.differ(f"{at('to_out')} is not [Linear, Dropout]")
         paths = at("to_q"), at("to_k"), at("to_v")
-        q, k, v = (binder.linear(one) for one in paths)
+        q, k, v = (binder.linear(source) for source in paths)
         out, heads = binder.linear(at("to_out.0")), int(getattr(module, "heads", 0)) or 1
         width = q.rows // heads
         if {q.rows, k.rows, v.rows, out.columns} != {heads * width} or k.columns != v.columns or out.rows != q.columns:
@@ -112,10 +113,11 @@ class NormedAttention:
                 f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows and to_out {out.columns} columns; heads {heads}"
             )
         bias = binder.all_or_no_bias(paths, [q, k, v])
-        for target, one in zip(("q", "k", "v"), paths, strict=True):
-            binder.fill_linear(named(name, target), (one,), bias)
+        for target, source in zip(("q", "k", "v"), paths, strict=True):
+            binder.fill_linear(named(name, target), (source,), bias)
         binder.fill_linear(named(name, "out"), (at("to_out.0"),), out.bias)
-        norms = [_norm(binder, at(f"norm_{one}"), named(name, f"{one}_norm"), (width, heads * width)) for one in "qk"]
+        widths = (width, heads * width)
+        norms = [_norm(binder, at(f"norm_{role}"), named(name, f"{role}_norm"), widths) for role in "qk"]
         return NormedAttentionShape(
             q.columns, k.columns, heads, width, bias, out.bias, norms[0], norms[1], self.cos_sin, self.masks,
             self.text_cos_sin,

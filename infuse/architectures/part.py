@@ -21,8 +21,8 @@ EXPERT = "experts"
 
 @dataclass(frozen=True)
 class Extent:
-    """`count` units of `width` positions each along the axis that ranks split. A rank gets whole units, and none of
-    those of an `expert` that it does not have.
+    """`count` units of `width` positions each along the axis that ranks split. A rank gets whole units, and no units
+    of an `expert` on another rank.
     """
 
     unit: str
@@ -50,17 +50,17 @@ class Parameter:
     added_once: bool = False
     experts: Extent | None = None
 
-    def cut(self, own: Mapping[str, Range], sources: int) -> Cut:
-        """A rank's cut, from its range `own` of each unit. The parameter is made from `sources` tensors."""
+    def cut(self, of_rank: Mapping[str, Range], sources: int) -> Cut:
+        """A rank's cut. `of_rank` has its range of each unit; the parameter is made from `sources` tensors."""
         ranges: list[Range] = []
         at = 0
         for extent in self.extents:
-            start, stop = own[extent.unit]
-            if extent.expert is None or extent.expert in range(*own[EXPERT]):
+            start, stop = of_rank[extent.unit]
+            if extent.expert is None or extent.expert in range(*of_rank[EXPERT]):
                 ranges.append((at + start * extent.width, at + stop * extent.width))
             at += extent.length
         if self.experts is not None:
-            first, last = (expert * self.experts.width for expert in own[self.experts.unit])
+            first, last = (expert * self.experts.width for expert in of_rank[self.experts.unit])
             if ranges == [(0, at)]:
                 return Cut(0, ((first, last),), (self.experts.length // sources,) * sources)
             rows = None if last - first == self.experts.length else (first, last)
@@ -154,8 +154,8 @@ class PartShape:
 
     @property
     def expert_count(self) -> int:
-        """How many experts the part has. If any, all ranks that hold the model add it up: they share experts, and the
-        width of each.
+        """Number of experts. If there are any, all ranks of the model sum the part's output: they share the experts and
+        the width of each.
         """
         return next((matrix.experts.count for matrix in self.matrices if matrix.experts is not None), 0)
 
@@ -175,12 +175,12 @@ class PartShape:
 
 
 class MixerShape(PartShape):
-    """A part that lets tokens see others: attention, or a recurrent state.
+    """A part that mixes tokens: attention or a recurrence.
 
-    It gets the settings of the old ones at the paths `replaces` in the layer; transformers records the last one by its
-    class. `causal`: no token sees a later one, so that a cache can hold what was made of the earlier ones.
-    `inverted_mask`: True in a mask means hidden. `takes_scores_mask`: a mask is one of scores, [B, H or 1, T or 1, L],
-    and not one of tokens, which the mixer then checks itself.
+    It takes over the settings of the modules at the paths `replaces` in the layer; transformers records the last of
+    them by its class. `causal`: no token sees a later one, so earlier tokens can be cached. `inverted_mask`: True in a
+    mask means hidden. `takes_scores_mask`: masks are over scores, [B, H or 1, T or 1, L]; if False, they are over
+    tokens, and the mixer checks them itself.
     """
 
     replaces: tuple[str, ...]
@@ -190,22 +190,22 @@ class MixerShape(PartShape):
 
     @property
     def bias_argument(self) -> str | None:
-        """The argument of the layer that gives a bias of the scores."""
+        """The layer's argument that carries a bias of the scores."""
         return None
 
     @property
     def all_heads(self) -> int:
-        """Query heads on all ranks, as a mask or bias of several heads has them."""
+        """Query heads on all ranks: the head dimension of a mask or bias with several heads."""
         return 1
 
     @property
     def cached_rows(self) -> tuple[tuple[int, int], ...]:
-        """What a cache holds of each token: heads and width of its keys, and of its values."""
+        """Cache layout per token: (heads, width) of the keys, and of the values."""
         return ()
 
     @property
     def state_values(self) -> int:
-        """How many float32 values a cache holds for each text, however long it is."""
+        """Number of float32 values in the cached state of a sequence, whatever its length."""
         return 0
 
 
@@ -227,11 +227,13 @@ class ShapeOfParts(PartShape):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.matrices)
+        parts = self.parts.items()
+        return tuple(inside(self.child(field), matrix) for field, part in parts for matrix in part.matrices)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.parameters)
+        parts = self.parts.items()
+        return tuple(inside(self.child(field), parameter) for field, part in parts for parameter in part.parameters)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -260,18 +262,18 @@ def matrix_of(shape: HasMatrices, target: str) -> Matrix | None:
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """The ranges with neighbours as one."""
-    found: list[Range] = []
+    """Merge adjacent ranges."""
+    joined: list[Range] = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return found
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
 
 
-def inside(name: str, one: Held) -> Held:
-    """The matrix or parameter `one` of the part `name`, by its target in the module around the part."""
-    return replace(one, target=named(name, one.target))
+def inside(name: str, entry: Held) -> Held:
+    """A matrix or parameter of the part `name`, with its target in the module around the part."""
+    return replace(entry, target=named(name, entry.target))
 
 
 def named(path: str, leaf: str) -> str:

@@ -90,21 +90,20 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def changed(module: nn.Module) -> str | None:
-    """Why a linear or embedding is not what its class makes: more or other tensors, or a patched forward; None if it
-    is.
-
+    """Why a linear or embedding differs from its class: extra or missing tensors, or a patched forward; None if it does
+    not.
     weight_norm, spectral_norm and pruning compute the weight from parameters of other names before each call.
     """
-    own, made = module._parameters.keys(), {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
-    if more := sorted({*own, *module._buffers, *module._modules} - made):
+    parameters, made = module._parameters.keys(), {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
+    if more := sorted({*parameters, *module._buffers, *module._modules} - made):
         return f"{type(module).__name__} has {', '.join(more)}, which its class does not make"
-    if missing := sorted({"weight"} - own):
+    if missing := sorted({"weight"} - parameters):
         return f"{type(module).__name__} has no parameter {', '.join(missing)}"
     return None if is_librarys(type(module).forward) else f"{type(module).__name__}.forward was patched"
 
 
 def changed_linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
-    """Linears in `module` that are left because they were changed, by path from the root, and why."""
+    """Linears in `module` that are left alone because they were changed: path from the root, and why."""
     for name, child in module.named_modules():
         is_one = _is_linear(child) or (isinstance(child, nn.Linear) and "parametrizations" in child._modules)
         if is_one and (why := changed(child)) is not None:

@@ -49,8 +49,8 @@ CAT, SPLIT = "cat", "split"  # x of `on` = [x of `over`, x]; [x of `over`, x] = 
 SKIP = "skip"  # x = part(x, the value SKIP)
 CLIP, END = "clip", "end"  # in float16, clamp x to its range; drop the stream
 
-# The values of such blocks: streams, and what a call gives beside them. UNREAD changes nothing in the original either,
-# and no key of an EMPTY dict is known.
+# Values of such blocks: streams, and the other arguments of a call. UNREAD: the original ignores it. EMPTY: a dict in
+# which no key is supported.
 IMAGE, TEXT = "image", "text"
 TIME, LABEL, COS_SIN, MASK, TEXT_MASK = "time", "label", "turns", "mask", "text mask"
 UNREAD, EMPTY = "unread", "empty"
@@ -101,13 +101,12 @@ def program_of(residual: str, mixer: str, absent: Collection[str] = (), scale: f
 
 
 def on_ranks(program: Program, ranks: int) -> Program:
-    """The program on so many ranks. Parts add up their own sums over ranks, unless a program reduces branches at once.
-    """
+    """The program for this number of ranks. Parts sum their outputs over ranks, unless the program reduces branches."""
     return tuple(step for step in program if step.does != REDUCE or ranks > 1)
 
 
 def reduces(program: Program) -> bool:
-    """Whether a REDUCE adds up the branches of all ranks at once, so that parts do not."""
+    """Whether a REDUCE sums the branches over ranks, so that parts do not."""
     return any(step.does == REDUCE for step in program)
 
 

@@ -13,14 +13,14 @@ QUANTIZERS = {
     "hqq": "HQQ", "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM",
     "eetq": "EETQ", "auto_round": "AutoRound", "vptq": "VPTQ", "modelopt": "ModelOpt",
 }  # fmt: skip
-_MXFP4 = "Mxfp4GptOssExperts"  # transformers' own, which its kernels read in a layout of theirs
+_MXFP4 = "Mxfp4GptOssExperts"  # transformers' class, in the layout of its own kernels
 _BITS = {"Linear8bitLt": ", 8 bits", "Linear4bit": ", 4 bits"}
 
 
 def quantized_by(model: nn.Module) -> str | None:
     """The library that quantized the model or a part of it; None if none did."""
-    found = next(_evidence(model), None)
-    if found is None and getattr(model, "is_quantized", False) is True:  # set by transformers on models that it loaded
+    library = next(_evidence(model), None)
+    if library is None and getattr(model, "is_quantized", False) is True:  # set by transformers when it loads a model
         config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
         told = config if isinstance(config, dict) else getattr(config, "__dict__", {})
         method = told.get("quant_method") or getattr(model, "quantization_method", None)
@@ -28,7 +28,7 @@ def quantized_by(model: nn.Module) -> str | None:
         if (method == "gguf" or told.get("dequantize")) and _is_dense(model):
             return None
         return method
-    return found
+    return library
 
 
 def _evidence(model: nn.Module) -> Iterator[str]:
@@ -41,8 +41,8 @@ def _evidence(model: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.Module) and (library := QUANTIZERS.get(cls.__module__.partition(".")[0])):
             yield f"{library}{_BITS.get(cls.__name__, '')}"
         for parameter in module._parameters.values():
-            for held in () if parameter is None else (parameter, parameter.data):
-                if library := QUANTIZERS.get(type(held).__module__.partition(".")[0]):
+            for tensor in () if parameter is None else (parameter, parameter.data):
+                if library := QUANTIZERS.get(type(tensor).__module__.partition(".")[0]):
                     yield library
 
 

@@ -42,7 +42,7 @@ def layer_part(
     Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
     `multiples` has the group lengths, keyed by weight.
     """
-    own: dict[str, PartShape] = {}
+    parts: dict[str, PartShape] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
     if isinstance(shape, LayerShape) and reduces(shape.program) and shape.expert_count and mesh.size != mesh.tp:
@@ -53,14 +53,14 @@ def layer_part(
             continue
         try:
             share = share_of(part, mesh, grain=grain, multiples=_inside(name, multiples))
-            own[field] = part.of_rank(share)
+            parts[field] = part.of_rank(share)
         except SpecMismatch as mismatch:
             differences += mismatch.differences
         else:
             cuts |= {named(name, parameter.target): (parameter, share) for parameter in part.parameters}
     if differences:
         raise SpecMismatch(f"its parts on {mesh.size} ranks", differences)
-    return RankShare(shape.with_parts(own), _cut_fills(fills, cuts))
+    return RankShare(shape.with_parts(parts), _cut_fills(fills, cuts))
 
 
 def plain_part(shape: Plain, mesh: Mesh, grain: int) -> RankShare:
@@ -98,16 +98,16 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str,
         heads = counts.pop(HEADS)
         shares = split_heads(heads, counts.pop(KV_HEADS, heads), mesh.tp)
         assert shares is not None
-        ranges[HEADS] = tuple(one.heads for one in shares)
-        ranges[KV_HEADS] = tuple(one.kv_heads for one in shares)
+        ranges[HEADS] = tuple(part_of_rank.heads for part_of_rank in shares)
+        ranges[KV_HEADS] = tuple(part_of_rank.kv_heads for part_of_rank in shares)
     for unit, count in counts.items():
         ranges[unit] = split(count, mesh.tp, grain=grain, multiple=_groups(part, unit, multiples))
     return Share(mesh.tp_rank, ranges)
 
 
 def _share_of_experts(part: PartShape, mesh: Mesh, grain: int, multiples: Mapping[str, int]) -> Share:
-    """Like `share_of`, among all ranks: some have other experts, some slices of the same ones; the rest has one slice
-    for each rank.
+    """Like `share_of`, among all ranks: they split the experts and the width of each; other units are split over all
+    ranks.
     """
     ways = {EXPERT: mesh.ep, INNER: mesh.slices}
     counts = {unit: (count, ways.get(unit, mesh.size)) for unit, count in _counts(part).items()}
@@ -123,12 +123,12 @@ def _share_of_experts(part: PartShape, mesh: Mesh, grain: int, multiples: Mappin
 
 def _counts(part: PartShape) -> dict[str, int]:
     """The number of units of each kind that the part's parameters are split in."""
-    extents = [extent for one in part.parameters for extent in (*one.extents, one.experts) if extent is not None]
-    return {extent.unit: extent.count for extent in extents}
+    extents = [extent for parameter in part.parameters for extent in (*parameter.extents, parameter.experts)]
+    return {extent.unit: extent.count for extent in extents if extent is not None}
 
 
 def _groups(part: PartShape, unit: str, multiples: Mapping[str, int]) -> int:
-    """How many neighbours of a unit one rank must have, for the formats of the matrices that read it."""
+    """The multiple of units that each rank gets, so that it has whole groups of the matrices that read them."""
     readers = [matrix for matrix in part.matrices if matrix.split == ROW and matrix.extents[0].unit == unit]
     return math.lcm(*(multiples.get(matrix.weight, 1) for matrix in readers))
 
@@ -146,20 +146,21 @@ def _refuse_scarce(part: PartShape, counts: Mapping[str, tuple[int, int]]) -> No
 
 def _inside(name: str, multiples: Mapping[str, int]) -> dict[str, int]:
     """The entries of `multiples` for the part `name`, keyed by the part's own names."""
-    return {weight.removeprefix(f"{name}."): one for weight, one in multiples.items() if weight.startswith(f"{name}.")}
+    start = f"{name}."
+    return {weight.removeprefix(start): n for weight, n in multiples.items() if weight.startswith(start)}
 
 
 def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]]) -> tuple[Fill, ...]:
     """Cut the fills for a rank; drop those that only the first rank adds. `cuts` are keyed by target."""
-    found = []
+    kept = []
     for fill in fills:
         if fill.target not in cuts:
-            found.append(fill)
+            kept.append(fill)
             continue
         parameter, share = cuts[fill.target]
         if parameter.added_once and not share.adds(parameter):
             continue
         sources = 1 if fill.stacked else len(fill.sources)
         cut = parameter.cut(share.own, sources) if parameter.extents else None
-        found.append(replace(fill, cut=cut))
-    return tuple(found)
+        kept.append(replace(fill, cut=cut))
+    return tuple(kept)

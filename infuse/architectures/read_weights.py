@@ -1,8 +1,8 @@
 """Linears whose weight another module's code reads: `self.dt_proj.weight @ x`, `block.attention.output.weight.div_(2)`.
 
-Such a linear is no linear to replace: another module in its place may hold no such weight. Code that reads its dtype
-alone (`x.to(self.lm_head.weight.dtype)`) forbids a quantized weight, unless it knows int8. All is found in the source
-of classes, whose code is not run; reads through a variable that holds the linear itself are not seen.
+Such a linear is not replaced: the module in its place may have no such weight. Code that reads only its dtype
+(`x.to(self.lm_head.weight.dtype)`) forbids a quantized weight, unless it handles int8. Reads are found in the source of
+classes, without running it; reads through a variable that holds the linear itself are missed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import nn
 from infuse.architectures.plain import linears
 from infuse.authors import with_wrapped
 
-_ANY = "*"  # instead of a name: of one of several modules in a container
-# What is asked of a weight without its values, also where it is a parameter of another kind.
+_ANY = "*"  # stands for any module of a container
+# Attributes that do not depend on a weight's values, and that every kind of parameter has.
 _HARMLESS = frozenset({
     "device", "shape", "size", "dim", "ndim", "numel", "element_size", "itemsize", "is_cuda", "is_meta",
     "requires_grad", "is_floating_point", "layout",
 })  # fmt: skip
 _ASKS = frozenset({"isinstance", "hasattr", "type", "id"})
-# Methods that make, initialise, tie, resize or print modules, before or beside of all calls.
+# Methods that build, initialise, tie, resize or print modules: no call of the model runs them.
 _NOT_IN_CALLS = (
     "__init__ __post_init__ post_init _init* init_* reset_parameters *tie_* *resize* *set_*_embeddings _set_* "
     "set_default* *prune* *load_* from_* save_* extra_repr __repr__ *_num_qa_labels *freeze* remove_* *_replace_module"
@@ -58,27 +58,27 @@ class Read:
         return "training" not in self.needs and all(_holds(getattr(reader, name, True)) for name in self.needs)
 
     def means(self, path: Sequence[str]) -> bool:
-        """Whether a linear at `path`, from the module that reads, is the one."""
-        own = path if self.rooted else path[-len(self.names) :]
-        return len(own) == len(self.names) and all(
-            name in (_ANY, part) for name, part in zip(self.names, own, strict=True)
+        """Whether it reads the linear at `path`, relative to the module that reads."""
+        end = path if self.rooted else path[-len(self.names) :]
+        return len(end) == len(self.names) and all(
+            name in (_ANY, part) for name, part in zip(self.names, end, strict=True)
         )
 
 
 def read_linears(model: nn.Module) -> Mapping[str, Read]:
     """Path of each plain linear whose weight is read → the read: "MambaMixer.forward reads dt_proj.weight"."""
     by_class: dict[type, list[Read]] = {}
-    found: dict[str, Read] = {}
+    by_path: dict[str, Read] = {}
     for path, module in model.named_modules():
         if module._modules and type(module) not in by_class:
             by_class[type(module)] = list(_reads(type(module)))
         reads = [read for read in by_class.get(type(module), ()) if read.runs(module)]
         for name, _ in linears(module, path) if reads else ():
             inside = name.removeprefix(f"{path}.").split(".")
-            for read in (one for one in reads if one.means(inside)):
-                if name not in found or found[name].dtype_only:
-                    found[name] = read
-    return found
+            for read in (candidate for candidate in reads if candidate.means(inside)):
+                if name not in by_path or by_path[name].dtype_only:
+                    by_path[name] = read
+    return by_path
 
 
 def _holds(value: Any) -> bool:
@@ -94,7 +94,7 @@ def _reads(cls: type) -> Iterator[Read]:
             continue
         for name, value in vars(kind).items():
             if name not in seen and not any(match(pattern, name) for pattern in _NOT_CALLED):
-                waiting += [(f"{cls.__name__}.{name}", one) for one in _functions(value)]
+                waiting += [(f"{cls.__name__}.{name}", function) for function in _functions(value)]
             seen.add(name)
     known: set[CodeType] = set()
     while waiting:
@@ -103,8 +103,8 @@ def _reads(cls: type) -> Iterator[Read]:
             known.add(function.__code__)
             yield from _reads_in(function, where)
             named = (function.__globals__.get(word) for word in function.__code__.co_names)
-            local = [one for one in named if isinstance(one, FunctionType) and one.__module__ == function.__module__]
-            waiting += [(one.__name__, one) for one in local]
+            callees = [callee for callee in named if isinstance(callee, FunctionType)]
+            waiting += [(callee.__name__, callee) for callee in callees if callee.__module__ == function.__module__]
 
 
 def _is_frame(kind: type) -> bool:
@@ -115,7 +115,7 @@ def _is_frame(kind: type) -> bool:
 def _functions(value: Any) -> list[FunctionType]:
     """The functions of an attribute of a class, with those that decorators wrapped."""
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return [one for one in with_wrapped(value) if isinstance(one, FunctionType)]
+    return [function for function in with_wrapped(value) if isinstance(function, FunctionType)]
 
 
 def _reads_in(function: FunctionType, where: str) -> Iterator[Read]:
@@ -179,11 +179,11 @@ class _Visitor(ast.NodeVisitor):
     def _branches(self, test: ast.expr, body: Sequence[ast.AST], otherwise: Sequence[ast.AST]) -> None:
         self.visit(test)
         before, self.needs = self.needs, self.needs.union(_needed(test))
-        for one in body:
-            self.visit(one)
+        for node in body:
+            self.visit(node)
         self.needs = before
-        for one in otherwise:
-            self.visit(one)
+        for node in otherwise:
+            self.visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         asks = isinstance(node.func, ast.Name) and node.func.id in _ASKS
@@ -191,7 +191,7 @@ class _Visitor(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        is_none = all(isinstance(one, ast.Constant) and one.value is None for one in node.comparators)
+        is_none = all(isinstance(operand, ast.Constant) and operand.value is None for operand in node.comparators)
         if not is_none:
             self.generic_visit(node)
 
@@ -213,7 +213,7 @@ class _Visitor(ast.NodeVisitor):
 def _needed(test: ast.AST) -> Iterator[str]:
     """The attributes of `self` that must hold for a condition: `self.training`, or that and more."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        for one in test.values:
-            yield from _needed(one)
+        for condition in test.values:
+            yield from _needed(condition)
     elif isinstance(test, ast.Attribute) and isinstance(test.value, ast.Name) and test.value.id == "self":
         yield test.attr

@@ -88,16 +88,17 @@ class Router:
         if self.correction is None:
             return (), False
         path, _, leaf = self.correction.rpartition(".")
-        found: Any = getattr(binder.module(path, optional=True), leaf, None)
-        if found is None:  # LFM2 goes without where its config says so
+        correction: Any = getattr(binder.module(path, optional=True), leaf, None)
+        if correction is None:  # LFM2's config can turn it off
             return (), False
-        if found.numel() != experts:
-            binder.differences.append(f"{self.correction} has shape {tuple(found.shape)}; there are {experts} experts")
+        if correction.numel() != experts:
+            shape = tuple(correction.shape)
+            binder.differences.append(f"{self.correction} has shape {shape}; there are {experts} experts")
         is_parameter = self.correction in binder.parameters
         if is_parameter:
             binder.claim(self.correction)
         binder.fills.append(Fill(f"{name}.correction", (self.correction,)))
-        return tuple(found.shape), is_parameter
+        return tuple(correction.shape), is_parameter
 
     def _groups(self, binder: Binder, experts: int) -> tuple[int, int]:
         """Number of groups and how many of them are kept; (1, 1) if all experts may be chosen."""
@@ -116,11 +117,11 @@ class Router:
     def _number(self, binder: Binder, name: str | None, default: float) -> float:
         if name is None:
             return default
-        found = binder.attribute(self.module, name)
-        if isinstance(found, (int, float)):
-            return found
-        if found is not None:
-            binder.differences.append(f"{self.module}.{name} is {found!r}, not a number")
+        number = binder.attribute(self.module, name)
+        if isinstance(number, (int, float)):
+            return number
+        if number is not None:
+            binder.differences.append(f"{self.module}.{name} is {number!r}, not a number")
         return default
 
 
@@ -161,5 +162,5 @@ class RouterShape(PartShape):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        held = {"weight": True, "bias": self.bias, "correction": self.correction_is_parameter}
-        return tuple(Parameter(name) for name, is_held in held.items() if is_held)
+        present = {"weight": True, "bias": self.bias, "correction": self.correction_is_parameter}
+        return tuple(Parameter(name) for name, is_present in present.items() if is_present)

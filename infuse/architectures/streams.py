@@ -1,6 +1,6 @@
 """Blocks of diffusion models as programs over streams: an image, and the text beside it.
 
-What is common to them is here: the shape, its modulations by a time step, and the binding of both.
+Holds what they share: the shape, its modulations by a time step, and the binding of both.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModulationShape(PartShape):
 
 @dataclass(frozen=True)
 class TableShape(PartShape):
-    """A table of `shape`, whose rows are added to what the time step gives for the image."""
+    """A table of `shape`; its rows are added to the image's vectors from the time step."""
 
     shape: tuple[int, ...]
 
@@ -115,16 +115,16 @@ class EmbeddingNormShape(ModulatedNormShape):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(inside("emb", one) for one in self.emb.matrices)
+        return tuple(inside("emb", matrix) for matrix in self.emb.matrices)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(inside("emb", one) for one in self.emb.parameters)
+        return tuple(inside("emb", parameter) for parameter in self.emb.parameters)
 
 
 @dataclass(frozen=True)
 class SkipShape(PartShape):
-    """A linear of the norm of x beside a value of an earlier block: `hidden` values of twice as many."""
+    """linear(norm([x | skip])) with `skip` from an earlier block: from 2 * `hidden` values to `hidden`."""
 
     hidden: int
     norm: NormShape
@@ -136,7 +136,7 @@ class SkipShape(PartShape):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return (*super().parameters, *(inside("norm", one) for one in self.norm.parameters))
+        return (*super().parameters, *(inside("norm", parameter) for parameter in self.norm.parameters))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -164,9 +164,9 @@ def bind_modulation(
     """
     linears, norms = [], dict[str, PartShape]()
     for path, (_, kind) in kinds.items():
-        found = class_path(binder.module(path))
-        if found != f"{_PLACES.get(kind, _NORMS)}{kind}":
-            binder.differ(f"{path} is a {found.rpartition('.')[2]}, not {kind}")
+        class_name = class_path(binder.module(path))
+        if class_name != f"{_PLACES.get(kind, _NORMS)}{kind}":
+            binder.differ(f"{path} is a {class_name.rpartition('.')[2]}, not {kind}")
         if (getattr(binder.module(path), "emb", None) is not None) != embeds:
             binder.differ(f"{path} {'does not embed' if embeds else 'embeds'} the time step itself")
         linear = binder.linear(f"{path}.linear")
@@ -188,11 +188,11 @@ def bind_modulation(
 
 def _bind_labelled_time(binder: Binder, path: str) -> LabelledTimeShape:
     """Bind the embedding of a time step and a class at `path`; it keeps its name."""
-    found: Any = binder.module(path)
-    if class_path(found) != _LABELLED_TIME:
-        binder.differ(f"{path} is a {type(found).__name__}, not diffusers' CombinedTimestepLabelEmbeddings")
+    embedding: Any = binder.module(path)
+    if class_path(embedding) != _LABELLED_TIME:
+        binder.differ(f"{path} is a {type(embedding).__name__}, not diffusers' CombinedTimestepLabelEmbeddings")
         return LabelledTimeShape(1, 2, False, 0.0)
-    embedder, sinusoid = f"{path}.timestep_embedder", found.time_proj
+    embedder, sinusoid = f"{path}.timestep_embedder", embedding.time_proj
     first, second = (binder.linear(f"{embedder}.linear_{number}") for number in (1, 2))
     for number in (1, 2):
         binder.fill_linear(f"{path}.linear_{number}", (f"{embedder}.linear_{number}",), True)
@@ -218,20 +218,20 @@ def bind_table(binder: Binder, path: str, name: str, count: int) -> TableShape:
 
 def bind_modulated_norm(binder: Binder, path: str) -> ModulatedNormShape:
     """Bind the norm at `path`, which has no weights."""
-    found = binder.module(path)
-    kind = NORMS.get(class_path(found))
-    if kind is None or found.elementwise_affine:  # type: ignore[union-attr]
-        binder.differ(f"{path} is {found}, not a LayerNorm or RMSNorm without weights")
+    norm = binder.module(path)
+    kind = NORMS.get(class_path(norm))
+    if kind is None or norm.elementwise_affine:  # type: ignore[union-attr]
+        binder.differ(f"{path} is {norm}, not a LayerNorm or RMSNorm without weights")
         return ModulatedNormShape(LAYER, 0.0)
-    return ModulatedNormShape(kind, found.eps)  # type: ignore[arg-type, union-attr]
+    return ModulatedNormShape(kind, norm.eps)  # type: ignore[arg-type, union-attr]
 
 
 def bind_layer_norm(binder: Binder, path: str, at: str | None = None) -> NormShape:
     """Bind the layer norm at `path`, which goes to `path` in the new module or to `at`."""
-    found = binder.module(path)
-    bound = Norm(path, LAYER).bind(binder, at or path) if NORMS.get(class_path(found)) == LAYER else None
+    norm = binder.module(path)
+    bound = Norm(path, LAYER).bind(binder, at or path) if NORMS.get(class_path(norm)) == LAYER else None
     if bound is None:
-        binder.differ(f"{path} is a {type(found).__name__}, not a LayerNorm")
+        binder.differ(f"{path} is a {type(norm).__name__}, not a LayerNorm")
         return NormShape(LAYER, 1, 0.0, 0.0, None, False)
     return bound
 

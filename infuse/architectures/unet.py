@@ -105,7 +105,7 @@ class ResnetShape(ModuleShape):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return (*super().parameters, *(one for matrix in self.matrices for one in matrix.parameters))
+        return (*super().parameters, *(parameter for matrix in self.matrices for parameter in matrix.parameters))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -132,9 +132,9 @@ class Resnet:
             scale = 1.0
         time = None
         if timed:
-            found = binder.linear("time_emb_proj")
-            binder.fill_linear("time_emb_proj", ("time_emb_proj",), found.bias)
-            time = Matrix("time_emb_proj", found.rows, found.columns, found.bias)
+            linear = binder.linear("time_emb_proj")
+            binder.fill_linear("time_emb_proj", ("time_emb_proj",), linear.bias)
+            time = Matrix("time_emb_proj", linear.rows, linear.columns, linear.bias)
         shortcut = None
         if getattr(block, "conv_shortcut", None) is not None:
             shortcut = bind_conv(binder, "conv_shortcut", "conv_shortcut", 1)
@@ -172,8 +172,8 @@ class Upsample:
     def bind(self, binder: Binder, name: str) -> UpsampleShape:
         wanted = {"norm": None, "use_conv_transpose": False, "interpolate": True, "use_conv": True, "name": "conv"}
         for setting, value in wanted.items():
-            if (found := getattr(binder.layer, setting, None)) != value:
-                binder.differ(f"{setting} is {found!r}, not {value!r}")
+            if (actual := getattr(binder.layer, setting, None)) != value:
+                binder.differ(f"{setting} is {actual!r}, not {value!r}")
         return UpsampleShape(bind_conv(binder, "conv", "conv", 3))
 
 

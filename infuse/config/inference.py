@@ -25,7 +25,7 @@ __all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]
 
 
 class TensorParallel(Section):
-    """`tensor_parallel`: `mpu` or `tp_group` bring the ranks, else there are `tp_size`; enabled=False means one rank.
+    """`tensor_parallel`: the ranks are those of `mpu` or `tp_group`, else `tp_size` ranks; enabled=False means one.
 
     infuse's own: `timeout_s`, the seconds after which missing ranks are an error.
     """
@@ -41,9 +41,9 @@ class TensorParallel(Section):
 class Moe(Section):
     """`moe`: how ranks share experts. A bool stands for {"enabled": bool}.
 
-    `ep_group` or `ep_size` ranks have whole experts, those of `ep_mp_group` slices of each. `moe_experts` is compared
-    with what the model has, unless it is (1,). infuse's own: `without_drops` computes every token of DeepSpeed's
-    layers by the experts that it prefers, where DeepSpeed drops tokens or samples experts.
+    The ranks of `ep_group`, or `ep_size` ranks, have whole experts; those of `ep_mp_group` have slices of each.
+    `moe_experts` is checked against the model, unless it is (1,). infuse's own: `without_drops` computes every token of
+    DeepSpeed's layers by its best experts, where DeepSpeed drops tokens or samples experts.
     """
 
     aliases = MappingProxyType({"num_experts": "moe_experts", "expert_group": "ep_group"})
@@ -154,7 +154,7 @@ class InferenceConfig(Section):
 
     @classmethod
     def make(cls, config: Any = None, **kwargs: Any) -> InferenceConfig:
-        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords."""
+        """Make a configuration from nothing, a dict, a JSON path or an InferenceConfig, merged with keywords."""
         return config if isinstance(config, cls) and not kwargs else cls(config, **kwargs)
 
     @property
@@ -176,7 +176,7 @@ class InferenceConfig(Section):
 
     @property
     def expert_counts(self) -> tuple[int, ...]:
-        """The numbers of experts that the user says the model has; () if nothing is said."""
+        """The numbers of experts that the user says the model has; () if the user says nothing."""
         return self.moe.moe_experts if self.moe.enabled and self.moe.moe_experts != (1,) else ()
 
     @property
@@ -277,7 +277,7 @@ def _given_keys(section: Section, at: str = "") -> Iterator[tuple[str, bool]]:
             yield at + name, value is not field.default and (field.default is None or bool(value != field.default))
 
 
-# Keys and sections that are accepted because scripts set them → why they change nothing.
+# Keys and sections that are accepted because scripts set them → why they have no effect.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "triton_autotune": "launches are chosen by the shape of a matrix; there is nothing to search",
@@ -309,7 +309,7 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ),
     (
         "quant.weight.post_init_quant",
-        lambda config, kind: any(one.group_dim == 0 for one in config.quant.weight.post_init_quant.values()),
+        lambda config, kind: any(quant.group_dim == 0 for quant in config.quant.weight.post_init_quant.values()),
         "group_dim=0: groups lie along the inputs",
     ),
     (

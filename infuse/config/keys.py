@@ -66,17 +66,17 @@ def read(model: type[Section], config: Any, kwargs: Mapping[str, Any]) -> tuple[
     problems: list[str] = []
     leaves: dict[str, Leaf] = {}
     for source in (_mapping(config, model), kwargs):
-        for found in _flatten(model, model, source):
-            if isinstance(found, str):
-                problems.append(found)
-            elif found.key in leaves and not _same(model, leaves[found.key], found):
-                first = leaves[found.key]
+        for leaf in _flatten(model, model, source):
+            if isinstance(leaf, str):
+                problems.append(leaf)
+            elif leaf.key in leaves and not _same(model, leaves[leaf.key], leaf):
+                first = leaves[leaf.key]
                 problems.append(
-                    f"{found.key}: has two different values, {first.spelling}={shown(first.value)} and "
-                    f"{found.spelling}={shown(found.value)}; give one"
+                    f"{leaf.key}: has two different values, {first.spelling}={shown(first.value)} and "
+                    f"{leaf.spelling}={shown(leaf.value)}; give one"
                 )
-            elif found.key not in leaves or found.deprecated:  # a deprecated spelling is the one to warn of
-                leaves[found.key] = found
+            elif leaf.key not in leaves or leaf.deprecated:  # a deprecated spelling is the one to warn of
+                leaves[leaf.key] = leaf
     deprecated = [f"{leaf.spelling} → {leaf.key}" for leaf in leaves.values() if leaf.deprecated]
     if deprecated:
         text = "deprecated configuration keys and their replacements: " + ", ".join(deprecated)
@@ -122,11 +122,11 @@ def shown(value: Any) -> str:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, in which a key that comes twice has the same value."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if found.setdefault(key, value) != value:
-            raise ValueError(f"{key} has two different values, {shown(found[key])} and {shown(value)}; give one")
-    return found
+        if members.setdefault(key, value) != value:
+            raise ValueError(f"{key} has two different values, {shown(members[key])} and {shown(value)}; give one")
+    return members
 
 
 def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
@@ -161,14 +161,14 @@ def _flatten(
     root: type[Section], section: type[Section], values: Mapping[str, Any], at: str = "", spelt: str = ""
 ) -> Iterator[Leaf | str]:
     """Each leaf of `values`, or an error text for an unknown name or a value that is no section."""
-    for given, value in values.items():
-        name, spelling = section.aliases.get(given, given), f"{spelt}{given}"
+    for key, value in values.items():
+        name, spelling = section.aliases.get(key, key), f"{spelt}{key}"
         if isinstance(value, str) and value == "auto" and name != "replace_method":
             continue  # DeepSpeed: the default
         if name in section.moved:
             yield Leaf(section.moved[name], spelling, _copied(value), deprecated=True)
         elif name not in section.model_fields:
-            yield _unknown(root, section, str(given), at, spelling)
+            yield _unknown(root, section, str(key), at, spelling)
         elif (inner := _section_of(section, name)) is None:
             yield Leaf(at + name, spelling, _copied(value))
         elif isinstance(expanded := inner.expand(value), Mapping):

@@ -129,8 +129,8 @@ class QkvQuant(Section):
 
 
 class Quant(Section):
-    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as
-    they ask.
+    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None:
+    quantize if they ask for it.
     """
 
     shorthand = (str, "format")

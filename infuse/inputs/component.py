@@ -21,9 +21,9 @@ MakeTensor = Callable[[str, tuple[int, ...]], Tensor]  # kind ("ids", "mask" or 
 
 @dataclass(frozen=True)
 class ComponentSize:
-    """Rows, height and width of the latents in units of what the model halves or patches, and tokens of the text.
+    """Rows of the batch, height and width of the latents, in patches or downsampled pixels, and tokens of the text.
 
-    `more`: pixels beyond a multiple of the unit, which UNets take.
+    `more`: pixels beyond a multiple of that unit; UNets accept them.
     """
 
     label: str
@@ -54,18 +54,18 @@ def called_inside(model: Any) -> tuple[str, ...]:
 def component_inputs(model: nn.Module, make: MakeTensor, size: ComponentSize) -> dict[str, Any]:
     """Arguments of the component's forward by name. LookupError if it needs one that is not known here."""
     inputs = _Inputs(model, make, size)
-    given = {}
+    arguments = {}
     for name, parameter in list(inspect.signature(type(model).forward).parameters.items())[1:]:
         value = _ARGUMENTS[name](inputs) if name in _ARGUMENTS else None
         if value is not None:
-            given[name] = value
+            arguments[name] = value
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             raise LookupError(f"{type(model).__name__} needs {name}, of which infuse cannot make an example")
-    return given
+    return arguments
 
 
 class _Inputs:
-    """Makes one model's arguments. Those that it does not take, by its config, are None."""
+    """Makes one model's arguments; None for those that its config rules out."""
 
     def __init__(self, model: nn.Module, make: MakeTensor, size: ComponentSize):
         self.config: Any = getattr(model, "config", None)
@@ -76,15 +76,15 @@ class _Inputs:
         halvings = len(self.of("block_out_channels", (0,))) - 1
         self.unit = 2**halvings if halvings else self.patch[-1]
         is_unet = halvings > 0 and "timestep" in self.names
-        # Few pixels for those that halve them often, and enough tokens for others.
+        # Few pixels for models that halve them often, enough tokens for others.
         scale, more = (1, size.more) if is_unet else (3, 0)
         self.height, self.width = (each * scale * self.unit + more for each in (size.height, size.width))
-        if self.names.keys().isdisjoint(("sample", "encoder_hidden_states", "height")):  # DiT takes square images alone
+        if self.names.keys().isdisjoint(("sample", "encoder_hidden_states", "height")):  # DiT takes only square images
             self.width = self.height
 
     def of(self, name: str, default: Any = None) -> Any:
-        found = getattr(self.config, name, None)
-        return default if found is None else found
+        setting = getattr(self.config, name, None)
+        return default if setting is None else setting
 
     def values(self, *shape: int) -> Tensor:
         return self.make("values", (self.batch, *shape))
@@ -175,7 +175,7 @@ class _Inputs:
         return {"resolution": self.values(2).abs() * 100, "aspect_ratio": self.values(1).abs()}
 
     def condition(self) -> Tensor:
-        """What a ControlNet sees: an image or, for transformers, latents."""
+        """The condition of a ControlNet: an image or, for transformers, latents."""
         if "sample" not in self.names:
             extra = self.of("extra_conditioning_channels", 0)
             tokens = self.hidden_states()

@@ -30,20 +30,20 @@ def model_inputs(
     shape = (batch, first_tokens(config) if tokens is None else tokens)
     if reads_images(model):
         return {"pixel_values": make("values", _image_shape(config, batch))}
-    given: dict[str, Tensor] = {}
+    arguments: dict[str, Tensor] = {}
     if "input_features" in names and hasattr(config, "num_mel_bins"):
-        given["input_features"] = make("values", (batch, config.num_mel_bins, 2 * config.max_source_positions))
+        arguments["input_features"] = make("values", (batch, config.num_mel_bins, 2 * config.max_source_positions))
     else:
-        given |= _token_input(model, names, shape, make)
+        arguments |= _token_input(model, names, shape, make)
         vision = getattr(config, "vision_config", None)
         compares_images = hasattr(config, "logit_scale_init_value") and hasattr(vision, "num_channels")
         if compares_images and hasattr(vision, "image_size") and "pixel_values" in names:
-            given["pixel_values"] = make("values", _image_shape(vision, batch))
+            arguments["pixel_values"] = make("values", _image_shape(vision, batch))
         if "attention_mask" in names or anything:
-            given["attention_mask"] = make("mask", shape)
+            arguments["attention_mask"] = make("mask", shape)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        given["decoder_input_ids"] = make("ids", shape)
-    return given
+        arguments["decoder_input_ids"] = make("ids", shape)
+    return arguments
 
 
 def first_tokens(config: Any) -> int:
@@ -139,7 +139,7 @@ def random_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 
 def like(model: nn.Module) -> Tensor:
-    """A parameter with the model's device and dtype: not one on meta, as some are while a checkpoint is being read, and
-    not one that stays in float32 beside 16 bits.
+    """A parameter with the model's device and dtype. It avoids parameters on meta, which occur while a checkpoint is
+    read, and those that stay in float32 beside 16 bits.
     """
     return min(model.parameters(), key=lambda p: (p.is_meta, not p.is_floating_point(), max(p.dtype.itemsize, 2)))

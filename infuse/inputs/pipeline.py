@@ -1,6 +1,6 @@
 """Arguments of a small call of a diffusion pipeline, made by name from the signature of its call: one step, one image.
 
-Pipelines of diffusers share the names of their arguments. Those that are not known here keep their defaults.
+diffusers' pipelines share the names of their arguments. Arguments that are not listed here keep their defaults.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from infuse.inputs.model import like
 
 SEED = 2026
 _PROMPT = "a photo of a cat"
-_TEXT_TOKENS = 32  # T5 pads each prompt to as many; pipelines would take up to 512
-_MULTIPLE = 16  # pipelines refuse sizes that are none of 8 or 16
-_FRAMES = 9  # one more than a multiple of 4 and of 8, as video VAEs want it
+_TEXT_TOKENS = 32  # T5 pads each prompt to this length; the default is up to 512
+_MULTIPLE = 16  # pipelines refuse other sizes than multiples of 8 or 16
+_FRAMES = 9  # video VAEs require one more than a multiple of 4 or of 8
 
 
 def pipeline_inputs(pipe: Any, models: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -30,21 +30,21 @@ def pipeline_inputs(pipe: Any, models: Mapping[str, nn.Module]) -> dict[str, Any
     if reason := _why_not(pipe, models, names):
         raise LookupError(reason)
     made = _Inputs(pipe, models)
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, parameter in names.items():
         if name.endswith("num_inference_steps"):
-            given[name] = 1
+            arguments[name] = 1
         elif name in _ARGUMENTS:
-            given[name] = _ARGUMENTS[name](made, parameter.default)
-    return given
+            arguments[name] = _ARGUMENTS[name](made, parameter.default)
+    return arguments
 
 
 def _why_not(pipe: Any, models: Mapping[str, nn.Module], names: Mapping[str, Any]) -> str:
     if "num_inference_steps" not in names:
         return "its call takes no number of steps"
     if not ({"height", "width"} <= set(names) or "image" in names):
-        return "its call takes no size"  # what it makes by default may take minutes
-    if any(isinstance(getattr(one, "components", None), dict) for one in vars(pipe).values()):
+        return "its call takes no size"  # its default size may take minutes
+    if any(isinstance(getattr(component, "components", None), dict) for component in vars(pipe).values()):
         return "it runs other pipelines"
     if getattr(pipe, "_all_hooks", None) or any(hasattr(model, "_hf_hook") for model in models.values()):
         return "hooks move its models between devices"
@@ -62,8 +62,8 @@ class _Inputs:
 
     @property
     def pixels(self) -> tuple[int, int]:
-        """Height and width of the image: of the fewest latents that the denoiser takes, and not square."""
-        denoiser = next((one for one in self.models.values() if _has_time_step(one)), None)
+        """Height and width of the smallest image, not a square one, that the denoiser takes."""
+        denoiser = next((model for model in self.models.values() if _has_time_step(model)), None)
         config = getattr(denoiser, "config", None)
         halvings = len(getattr(config, "block_out_channels", None) or (0,)) - 1
         patch = getattr(config, "patch_size", None) or 1
@@ -71,7 +71,7 @@ class _Inputs:
         # 24 tokens for transformers. Some pipelines pack 2 x 2 latents into a token, which their config does not say.
         rows, columns, unit = (1, 2, 2**halvings) if halvings else (4, 6, max(patch, 2))
         names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
-        scale = next((int(found) for name in names if (found := getattr(self.pipe, name, None))), 8)
+        scale = next((int(factor) for name in names if (factor := getattr(self.pipe, name, None))), 8)
         multiple = math.lcm(unit * scale, _MULTIPLE)
         height, width = (-(-count * unit * scale // multiple) * multiple for count in (rows, columns))
         return height, width
@@ -102,10 +102,10 @@ _ARGUMENTS: Mapping[str, Callable[[_Inputs, Any], Any]] = MappingProxyType(
         "mask_image": _Inputs.mask,
         "height": lambda inputs, default: inputs.pixels[0],
         "width": lambda inputs, default: inputs.pixels[1],
-        "strength": lambda inputs, default: 1.0,  # else the only step would be left out
+        "strength": lambda inputs, default: 1.0,  # otherwise the only step would be skipped
         "num_frames": lambda inputs, default: _FRAMES,
         "max_sequence_length": lambda inputs, default: min(default or _TEXT_TOKENS, _TEXT_TOKENS),
-        "use_resolution_binning": lambda inputs, default: False,  # which makes small images large
+        "use_resolution_binning": lambda inputs, default: False,  # it would enlarge small images
         "clean_caption": lambda inputs, default: False,
         "generator": lambda inputs, default: torch.Generator().manual_seed(SEED),
         "output_type": lambda inputs, default: "pt",

@@ -31,10 +31,10 @@ def kernels() -> Any:
     unfit = _load(BINARY) if BINARY.exists() else ""
     if unfit is None:
         return torch.ops.infuse_cpu
-    found = first_use.obtain()  # also if the wheel's binary does not load, for example on a system older than the wheel
-    if isinstance(found, str):
-        return unfit or found
-    return _load(found) or torch.ops.infuse_cpu
+    library = first_use.obtain()  # also if the wheel's binary does not load: the system may be older than the wheel
+    if isinstance(library, str):
+        return unfit or library
+    return _load(library) or torch.ops.infuse_cpu
 
 
 def _load(library: Path) -> str | None:
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
     """The sizes at which the C++ bodies change their algorithm, defined in src/limits.h."""
 
     plain_rows: int  # most rows for which plain weights stream and a decoder layer runs in one call
-    few_tokens: int  # most tokens of a sequence for which it does, and whose attention rounds as that of one
+    few_tokens: int  # most tokens of a sequence for which it does; their attention rounds as that of one token
     code_rows: int  # most rows for which quantized weights stream, for x in bfloat16
     code_rows_float: int  # the same for x in float32 and float16
     code_rows_integer: int  # the same for x rounded to 8 bits
@@ -69,18 +69,18 @@ def needs(device: Device, dtype: torch.dtype) -> str | None:
         return f"the device is {device.kind}"
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(str(d) for d in DTYPES)}"
-    found = kernels()
-    return found if isinstance(found, str) else None
+    operators = kernels()
+    return operators if isinstance(operators, str) else None
 
 
 def isa() -> str | None:
     """The instruction set that the kernels use, or None without kernels."""
-    found = kernels()
-    return None if isinstance(found, str) else found.isa()
+    operators = kernels()
+    return None if isinstance(operators, str) else operators.isa()
 
 
 def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
-    """Why formats with :a8 do not round activations there; None if products of many tokens do."""
+    """Why formats with :a8 do not round activations on `device`; None if they do, in products of many tokens."""
     if reason := needs(device, dtype):
         return reason
     if dtype is torch.bfloat16 and kernels().has_amx():
@@ -95,12 +95,12 @@ def described() -> dict[str, str]:
     """
     off = os.environ.get("INFUSE_CPU_ISA") == "off"
     path = BINARY if BINARY.exists() else first_use.kept()
-    found = kernels() if off or path else first_use.outlook()
-    if isinstance(found, str):
-        return {"C++ kernels": f"none: {found}"}
+    operators = kernels() if off or path else first_use.outlook()
+    if isinstance(operators, str):
+        return {"C++ kernels": f"none: {operators}"}
     # One line per instruction set, highest first: its name, then why it cannot be used.
-    levels = [line.partition(" ") for line in found.levels().splitlines()]
-    names, runs = [name for name, _, _ in levels], found.isa()
+    levels = [line.partition(" ") for line in operators.levels().splitlines()]
+    names, runs = [name for name, _, _ in levels], operators.isa()
     reasons = {
         "missing": "this CPU does not have it",
         "refused": "the system does not let this process use it",
@@ -110,6 +110,6 @@ def described() -> dict[str, str]:
     return {
         "C++ kernels": f"{runs} runs, of {', '.join(name for name, _, reason in levels if reason != 'unbuilt')}",
         **{f"  not {name}": reasons[reason] for name, _, reason in levels[: names.index(runs)]},
-        "  built by": f"{found.compiler()} against torch {found.torch_version()}, for torch 2.10 and later",
+        "  built by": f"{operators.compiler()} against torch {operators.torch_version()}, for torch 2.10 and later",
         "  from": str(path),
     }

@@ -72,7 +72,7 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
     """
     command = compiler()
     assert command is not None
-    given = shlex.split(os.environ.get("CXXFLAGS", ""))
+    extra_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
     levels = dict(LEVELS)
     if "avx512_amx" in levels and not _knows_amx(command, objects):
         del levels["avx512_amx"]
@@ -86,13 +86,13 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
 
     def compile_one(job: tuple[list[str], Path, Path]) -> None:
         flags, source, into = job
-        _run([*command, *FLAGS, *QUIET, *flags, *given, "-c", str(source), "-o", str(into)])
+        _run([*command, *FLAGS, *QUIET, *flags, *extra_flags, "-c", str(source), "-o", str(into)])
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(cores) as pool:
         list(pool.map(compile_one, jobs))
     made = [str(into) for _, _, into in jobs]
-    _run([*command, *given, "-shared", "-o", str(target), *made, f"-L{torch / 'lib'}", "-ltorch_cpu"])
+    _run([*command, *extra_flags, "-shared", "-o", str(target), *made, f"-L{torch / 'lib'}", "-ltorch_cpu"])
     return [level for level in LEVELS if level not in levels]
 
 

@@ -46,8 +46,8 @@ def outlook() -> str:
 
 def obtain(*, again: bool = False) -> Path | str:
     """Return the library, building it if needed, or the reason why there is none. `again`: rebuild in any case."""
-    if not again and (found := kept()):
-        return found
+    if not again and (library := kept()):
+        return library
     if why := build.why_not(_torch()):
         return f"the C++ kernels are not built: {why}"
     problems = []
@@ -142,8 +142,8 @@ def _torch() -> Path:
 
 def _roots() -> list[Path]:
     """Folders for the kernels, in order of preference."""
-    if given := os.environ.get("INFUSE_CACHE_DIR"):
-        return [Path(given)]
+    if folder := os.environ.get("INFUSE_CACHE_DIR"):
+        return [Path(folder)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     roots = [Path(home, "infuse")] if os.path.isabs(home) else []  # "~" stays where the user has no home
     return [*roots, _temporary()]
@@ -158,10 +158,10 @@ def _is_trusted(root: Path) -> bool:
     if root != _temporary():
         return True
     try:
-        found = root.lstat()
+        status = root.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _say(text: str) -> None:

@@ -47,7 +47,7 @@ class Buffer:
         return in_features // self.inputs * self.columns
 
     def of_inputs(self, start: int, stop: int) -> slice:
-        """Its columns for the inputs from `start` to `stop`, which must not cut what several inputs share."""
+        """Its columns for inputs `start` to `stop`. The bounds must not separate inputs that share columns."""
         if self.inputs is None:
             return slice(0, self.columns)
         return slice(self.width(start), self.width(stop))
@@ -84,7 +84,7 @@ class QuantFormat(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the buffers, which rows without inputs have, too."""
+        """Names of the buffers. They do not depend on the number of inputs."""
         return tuple(buffer.name for buffer in self.buffers(0))
 
     @property
@@ -104,11 +104,11 @@ class QuantFormat(ABC):
 
     @property
     def has_nearest(self) -> bool:
-        """Whether `nearest` is there, so that values may stand in for codes."""
+        """Whether `nearest` is implemented, so that values may stand in for codes."""
         return False
 
     def nearest(self, w_RI: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The first buffer for the codes nearest to these rows, while the other buffers are as in `tensors`."""
+        """The first buffer, with the codes nearest to these rows, given the other buffers in `tensors`."""
         raise NotImplementedError(f"{self}: has_nearest is false")
 
     def of_part(self, in_features: int) -> QuantFormat:
@@ -129,7 +129,10 @@ class QuantFormat(ABC):
     def empty(self, shape: tuple[int, int], device: torch.device) -> QuantizedWeight:
         """A weight with uninitialised buffers."""
         (rows, columns), buffers = shape, self.buffers(shape[1])
-        tensors = {one.name: torch.empty(rows, one.width(columns), dtype=one.dtype, device=device) for one in buffers}
+        tensors = {
+            buffer.name: torch.empty(rows, buffer.width(columns), dtype=buffer.dtype, device=device)
+            for buffer in buffers
+        }
         return QuantizedWeight(tensors, (rows, columns), self)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """GroupedFormat: codes, one scale for each group of inputs and, where the format has them, zero points.
 
-What int8, int4, fp8, fp6 and mxfp4 share; the arithmetic of each family is in its own file.
+int8, int4, fp8, fp6 and mxfp4 share it; the arithmetic of each family is in its own file.
 
 Legend: a group is a run of neighbouring inputs of one row that share a scale; w_GN are G groups of N values; tensors of
 [G, 1] hold one number for each group.
@@ -74,11 +74,11 @@ class GroupedFormat(QuantFormat):
         of_row = self.group_size is None and self.groups is None
         group = None if of_row else in_features // max(groups, 1) or self.pack
         codes = torch.int8 if self.name == "int8" else torch.uint8
-        found = (
+        buffers = (
             Buffer("data", codes, self.pack, self.pack * self.bits // 8),
             Buffer("scale", self.dtype_of_scales, group),
         )
-        return found if self.symmetric else (*found, Buffer("zero", torch.int8, group))
+        return buffers if self.symmetric else (*buffers, Buffer("zero", torch.int8, group))
 
     @property
     def dtype_of_scales(self) -> torch.dtype:

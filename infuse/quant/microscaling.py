@@ -91,7 +91,7 @@ def _codes(steps: torch.Tensor) -> torch.Tensor:
 def _best_scale(w_GN: torch.Tensor) -> torch.Tensor:
     """The power of two of least squared error for each group, float32 [G, 1]; the first of equals.
 
-    The group's largest value becomes 4 to 8 steps, 2 to 4, or 8 to 16, of which it keeps 6.
+    The group's largest value becomes 4 to 8 steps, 2 to 4, or 8 to 16, and saturates at 6.
     """
     magnitudes = torch.tensor(MAGNITUDES, device=w_GN.device)
     _, exponent_G1 = torch.frexp(w_GN.abs().amax(dim=-1, keepdim=True))

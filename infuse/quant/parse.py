@@ -31,7 +31,7 @@ _registered: dict[str, Parse] = {}
 
 
 def register(name: str, parse: Parse) -> Callable[[], None]:
-    """Let `quant="name:option:…"` mean parse([option, …]), also where others are here. Call the result to undo it."""
+    """Let `quant="name:option:…"` mean parse([option, …]), wherever a format is accepted. The result undoes it."""
     if name in _OWN or name in _registered or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"a quantization format cannot be called {name!r}: possible: lower case, and not yet there")
     _registered[name] = parse
@@ -96,10 +96,10 @@ def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
 
 def _popped(options: list[str], last: str) -> bool:
     """Whether the last of `options` is `last`, which is then removed."""
-    found = bool(options) and options[-1] == last
-    if found:
+    is_last = bool(options) and options[-1] == last
+    if is_last:
         options.pop()
-    return found
+    return is_last
 
 
 def _possible() -> str:
