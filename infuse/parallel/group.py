@@ -110,18 +110,20 @@ class Group:
         return self.all_gather(row, [1] * self.size, 0, what).tolist()
 
     def check_same(self, values: Mapping[str, int | str], what: str, extra: Sequence[int] = ()) -> list[list[int]]:
-        """Raise RankError if a rank has other `values` (compared by checksum) than rank 0: it names the first one.
+        """Raise RankError, naming the first difference, if a rank's `values` (by checksum) differ from rank 0's.
 
-        All is one exchange, `what`. The `extra` numbers travel along; returns each rank's.
+        This is one exchange, `what`. The `extra` numbers travel along; return each rank's.
         """
         mine = [zlib.crc32(value.encode()) if isinstance(value, str) else value for value in values.values()]
         rows = self.numbers([*mine, *extra], what)
         for number, name in enumerate(values):
             others = [rank for rank, row in enumerate(rows) if row[number] != rows[0][number]]
             if others:
-                found = f"{names(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0"
+                difference = f"{names(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0"
                 order = ", in the same order: several threads call the model here" if self._threads_met else ""
-                raise RankError(f"rank {self.rank} of {self.size}: {name}: {found}; give all ranks the same{order}")
+                raise RankError(
+                    f"rank {self.rank} of {self.size}: {name}: {difference}; give all ranks the same{order}"
+                )
         return [row[len(mine) :] for row in rows]
 
     # -- calls from several threads
