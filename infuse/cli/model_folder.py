@@ -41,10 +41,10 @@ def model_class(config: Any) -> Any:
     if not config.architectures:
         return transformers.AutoModel
     name = str(config.architectures[0])
-    found = getattr(transformers, name, None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    architecture = getattr(transformers, name, None)
+    if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
         fail(f"config.json names {name}, which is no model of transformers {transformers.__version__}", WRONG_USE)
-    return found
+    return architecture
 
 
 def empty_model(model_dir: Path, config: Any) -> Any:
