@@ -107,12 +107,12 @@ def _summed(
 
 
 @experts.fake
-def _fake(x: Tensor, *given: Any) -> Tensor:
+def _fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @quantized_experts.fake
-def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
+def _quantized_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -186,5 +186,5 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
         for sizes in fitting[i % 2 :: 2]:
             up, down = (quant_format(text).quantize(matrix) for matrix in _matrices(sizes, device))
             for label, routed, (up_bias, down_bias), gate in _routed(dtype, device, sizes):
-                held = ([*up.tensors.values()], up_bias, [*down.tensors.values()], down_bias)
-                yield Case(f"{text} {label}", (*routed, *held, sizes[4], text, text, *gate))
+                matrices = ([*up.tensors.values()], up_bias, [*down.tensors.values()], down_bias)
+                yield Case(f"{text} {label}", (*routed, *matrices, sizes[4], text, text, *gate))

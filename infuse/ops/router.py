@@ -117,8 +117,8 @@ def sparse_mixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 @router.fake
-def _fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return router.reference(*given)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return router.reference(*arguments)
 
 
 # Tokens, experts, hidden width, bias, correction, rule. More rules and dtypes: tests/ops/cpu/test_router.py.

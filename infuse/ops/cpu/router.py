@@ -52,10 +52,10 @@ def numbers(rule: Routing, experts: int) -> tuple[tuple[int, ...], tuple[float, 
 
 @router.implement("cpu", needs)
 def _router(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, *routing: Any) -> Any:
-    given = numbers(Routing(*routing), weight.shape[0])
-    if given is None or not 1 <= len(x) <= limits().plain_rows or not _takes(x, weight, bias, correction, routing[1]):
+    rule = numbers(Routing(*routing), weight.shape[0])
+    if rule is None or not 1 <= len(x) <= limits().plain_rows or not _takes(x, weight, bias, correction, routing[1]):
         return router.reference(x, weight, bias, correction, *routing)
-    return kernels().router.default(x.contiguous(), weight, bias, correction, *given[0], *given[1])
+    return kernels().router.default(x.contiguous(), weight, bias, correction, *rule[0], *rule[1])
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, logits: str) -> bool:
