@@ -70,5 +70,5 @@ def enable_cache(model: Any, config: Any) -> None:
         except ValueError:  # no block
             continue
         TransformerBlockRegistry.register(ours, told)
-        told._cls = original  # whose forward names the arguments
+        told._cls = original  # its forward names the arguments
     type(model).enable_cache(model, config)

@@ -275,9 +275,9 @@ class InferenceEngine(nn.Module):
 
 
 def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:
-    """Log plans, as decided and as executed, by the name of their component: "" for a model alone.
+    """Log plans, as decided and as executed, by component name ("" for a single model).
 
-    Warn once each of their notes, of refused steps, and if nothing was accelerated in any of them.
+    Warn of each note once, of refused steps, and if no plan accelerates anything.
     """
     for note in dict.fromkeys(note for _, done in plans.values() for note in done.notes):
         warn(f"infuse: {note}", stacklevel=4)

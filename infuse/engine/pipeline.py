@@ -37,7 +37,7 @@ def is_pipeline(value: Any) -> bool:
 class PipelinePlan(Mapping[str, Plan]):
     """The plan of each model of a pipeline, by the name of its component.
 
-    `proof`: what a step of the pipeline showed; empty before it.
+    `proof`: the outcome of a step of the pipeline; empty before it.
     """
 
     pipeline: str
