@@ -41,7 +41,7 @@ def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | No
 
 
 def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
-    """The same from parts of the rows, in order. Unchecked: from float32 and bfloat16 the codes can be recovered."""
+    """Like `_values`, from parts of the rows, in order; unchecked, as float32 and bfloat16 keep the codes."""
     values, others, first = memory.empty(shape, dtype), [], 0
     for part in parts:
         values[first : first + part.shape[0]] = part.format.dequantize(part, dtype)

@@ -1,4 +1,4 @@
-"""A mixture's experts: each token's hidden state through the experts that a router chose, weighed and summed.
+"""Mixture of experts: run each token through the experts that a router chose, and sum their weighted outputs.
 
 There are two ops, for plain and for quantized weights. All experts of a layer are one tall matrix each: `up` is
 [E * U, H], where an expert's U rows are [gate | up] if gated, and `down` is [E * H, I]. Whole experts are runs of rows.
@@ -93,7 +93,7 @@ Product = Callable[[slice, Tensor], Tensor]  # (an expert's rows of the tall mat
 def _summed(
     routed: tuple[Tensor, Tensor, Tensor], rows: tuple[int, int], products: tuple[Product, Product], gate: ExpertGate
 ) -> Tensor:
-    """Run each expert on its tokens and sum what they give. `rows`: of all of `up`, and the number of experts."""
+    """Run each expert on its tokens and sum the outputs. `rows`: of all of `up`, and the number of experts."""
     (x_TH, index_TK, weights_TK), (up, down), (up_rows, count) = routed, products, rows
     width, expert_TK = x_TH.shape[1], index_TK - gate.first
     here_TK = (expert_TK >= 0) & (expert_TK < count)

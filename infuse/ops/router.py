@@ -1,4 +1,4 @@
-"""A mixture's router: choose and weigh each token's experts, by the original's operations in its order.
+"""Router of a mixture: choose and weigh each token's experts by the original's operations, in their order.
 
 Suffixes: T tokens, H hidden width, E experts, K experts of a token, G groups.
 """

@@ -134,7 +134,7 @@ class Conv(nn.Conv2d):
         for strip in strips(rows, columns * self.out_channels * x.element_size()):
             low, high = max(strip.start - pad, 0), min(strip.stop + pad, rows)
             for sample in (slice(number, number + 1) for number in range(batch)):
-                # the rows outside of the image are zeros, those of a strip beside it are there
+                # pad only at the image's edges: the rows of neighbouring strips are there
                 inner = pad if low == strip.start or high == strip.stop else 0
                 y = F.conv2d(x[sample, :, low:high], weight, parameters["bias"], padding=(inner, pad))
                 first = strip.start - low - pad + inner
@@ -239,7 +239,7 @@ class Upsample(InferenceModule):
             low, high = max(strip.start - 1, 0), min(strip.stop + 1, rows)
             for number, weight in enumerate(phases):
                 down, right = divmod(number, 2)
-                # also of the neighbours outside, on the other side
+                # padding adds outputs on the other side too, which are cut off below
                 made = F.conv2d(x[:, :, low:high], weight, conv.bias, padding=1)
                 here = slice(strip.start - low + down, strip.stop - low + down)
                 to = y[:, :, 2 * strip.start + down : 2 * strip.stop : 2, right::2]

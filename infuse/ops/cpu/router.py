@@ -1,4 +1,4 @@
-"""The router of ops/router.py in C++, for few tokens (src/binding_router.cpp). PyTorch takes the many."""
+"""The router of ops/router.py in C++, for few tokens (src/binding_router.cpp). PyTorch runs the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CASTS = (None, ACTIVATIONS, LOGITS)
 
 @cache
 def numbers(rule: Routing, experts: int) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-    """The rule among so many experts as the kernel reads it; None if it does not know the rule."""
+    """Return the rule for so many experts as the kernel reads it; None if the kernel does not support it."""
     ranks_two = rule.groups > rule.kept and rule.ranked_by == TOP2_SUM
     if rule.score not in _SCORES or rule.cap or not 1 <= rule.top_k <= experts:
         return None
