@@ -79,7 +79,11 @@ class Draft:
         installed, capacity_tokens = model._infuse, generator.main_model_max_length
         self._cache, self._group = KVCache(capacity_tokens, installed.limit_tokens, installed.kv_cache), installed.group
         self._device = model.device
-        kept = [rule for rule in generator.logits_processor if not isinstance(rule, MinNewTokensLengthLogitsProcessor)]
+        kept = [
+            processor
+            for processor in generator.logits_processor
+            if not isinstance(processor, MinNewTokensLengthLogitsProcessor)
+        ]
         self._processed = Processed(LogitsProcessorList(kept))
         ends = self._config._eos_token_tensor
         self._ends = set() if ends is None else set(ends.reshape(-1).tolist())

@@ -100,7 +100,9 @@ def decode(
     """Return the token ids of prompt [B, T] and answer. `generate` calls this after preparing everything."""
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
-    pads = bool(ends) or any(isinstance(rule, EosTokenCriteria) or hasattr(rule, "eos_token_id") for rule in asked)
+    pads = bool(ends) or any(
+        isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id") for criterion in asked
+    )
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
