@@ -186,7 +186,7 @@ def _tokens_of(prompt: str, tokenizer: Any) -> Any:
 
 
 def _tell_speed(new_tokens: int, seconds: float, pieces: int) -> None:
-    """`pieces`: how many came, of which the prompt is the first."""
+    """`pieces`: pieces of text that the streamer got; the first is the prompt."""
     rate = f"{new_tokens / seconds:.1f} tokens/s, the prompt included"
     if new_tokens > pieces - 1:
         rate += f"; {new_tokens / (pieces - 1):.2f} tokens a step"
@@ -195,9 +195,9 @@ def _tell_speed(new_tokens: int, seconds: float, pieces: int) -> None:
 
 def _assisted(draft: Path, config: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate` for a draft model. One of another vocabulary needs both tokenizers."""
-    own = read_config(draft, weights=True)
-    more: dict[str, Any] = {"assistant_model": start_engine(draft, own, settings)}
-    if own.get_text_config().vocab_size != config.get_text_config().vocab_size:
+    draft_config = read_config(draft, weights=True)
+    more: dict[str, Any] = {"assistant_model": start_engine(draft, draft_config, settings)}
+    if draft_config.get_text_config().vocab_size != config.get_text_config().vocab_size:
         more |= {"tokenizer": tokenizer, "assistant_tokenizer": read_tokenizer(draft)}
     return more
 
@@ -243,8 +243,8 @@ def bench(
         runs: dict[str, list[Speed]] = {name: [] for name in models}
         with refusals_of_generate(model, prompt_tokens + new_tokens):
             for _ in bar(range(1 + repeats), "timing"):
-                for name, one in models.items():  # in turns, so that a machine that slows down slows both
-                    runs[name].append(timed(one, ids, new_tokens))
+                for name, timed_model in models.items():  # in turns, so that a slowdown of the machine affects both
+                    runs[name].append(timed(timed_model, ids, new_tokens))
         speeds = {name: middle(several[1:]) for name, several in runs.items()}  # the first run warms up
         speeds["bound"] = bound(model, products * batch * prompt_tokens // engine.group.size)
         what = f"{type(model).__name__}, {_short(model.dtype)}, weights {quant or 'as they are'}"
@@ -293,10 +293,10 @@ def build(
         if BINARY.exists() and not again:
             print(f"the kernels came with the installation: {BINARY}")
             return
-        found = first_use.obtain(again=again or first_use.kept() is None)
-        if isinstance(found, str):
-            fail(found, FAILED)
-        print(found)
+        path = first_use.obtain(again=again or first_use.kept() is None)
+        if isinstance(path, str):
+            fail(path, FAILED)
+        print(path)
         if BINARY.exists():
             remarks().print(f"the kernels that came with the installation are taken first: {BINARY}", soft_wrap=True)
 
@@ -311,11 +311,11 @@ def env() -> None:
         from infuse.native import described
 
         table = Table("what", "found", show_header=False, box=None)
-        for found in [Device.of("cpu"), *(Device.of(f"cuda:{index}") for index in range(torch.cuda.device_count()))]:
-            label = found.kind if found.index is None else f"{found.kind}:{found.index}"
-            table.add_row(label, f"{found.name}, {found.memory_bytes / 2**30:.1f} GiB")
-            table.add_row("  instruction sets", ", ".join(found.features) or "none that kernels use")
-            table.add_row("  default dtype", _short(found.default_dtype))
+        for device in [Device.of("cpu"), *(Device.of(f"cuda:{index}") for index in range(torch.cuda.device_count()))]:
+            label = device.kind if device.index is None else f"{device.kind}:{device.index}"
+            table.add_row(label, f"{device.name}, {device.memory_bytes / 2**30:.1f} GiB")
+            table.add_row("  instruction sets", ", ".join(device.features) or "none that kernels use")
+            table.add_row("  default dtype", _short(device.default_dtype))
         table.add_row("threads", str(torch.get_num_threads()))
         compilers = [name for name in ("c++", "g++", "clang++", "cl", "nvcc") if shutil.which(name)]
         table.add_row("compilers on PATH", ", ".join(compilers) or "none; everything works with PyTorch's operations")
@@ -340,16 +340,16 @@ def _settings(
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else None)
-    given: dict[str, Any] = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
+    settings: dict[str, Any] = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
     if tp or ep:
-        given["device"] = rank_device(device)
+        settings["device"] = rank_device(device)
     if kv_cache:
-        given["kv_cache"] = kv_cache
+        settings["kv_cache"] = kv_cache
     if tp:
-        given["tensor_parallel"] = {"tp_size": tp}
+        settings["tensor_parallel"] = {"tp_size": tp}
     if ep:
-        given["moe"] = {"ep_size": ep}
-    return {name: value for name, value in given.items() if value is not None}
+        settings["moe"] = {"ep_size": ep}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _short(dtype: torch.dtype) -> str:

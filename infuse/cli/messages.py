@@ -56,7 +56,7 @@ def described(error: Exception) -> str:
 
 @contextmanager
 def refusals_of_generate(model: Any, tokens: int) -> Iterator[None]:
-    """Print what `generate` refuses without a traceback, also that `tokens` are more than a table of the model has."""
+    """Print refusals of `generate` without a traceback, including `tokens` beyond a table of the model."""
     try:
         yield
     except ValueError as error:
@@ -65,8 +65,8 @@ def refusals_of_generate(model: Any, tokens: int) -> Iterator[None]:
         config = model.config.get_text_config()
         known = [("max_position_embeddings", "positions"), ("vocab_size", "ids of tokens")]
         sizes = [f"{value} {what}" for name, what in known if (value := getattr(config, name, None)) is not None]
-        held = " and ".join(sizes)
-        fail(f"{error}: prompt and answer have {tokens} tokens, and the model has {held}; ask for fewer", WRONG_USE)
+        limits = " and ".join(sizes)
+        fail(f"{error}: prompt and answer have {tokens} tokens, and the model has {limits}; ask for fewer", WRONG_USE)
 
 
 def bar(items: Iterable[Any], description: str) -> Iterable[Any]:

@@ -30,7 +30,7 @@ def read_config(model_dir: Path, weights: bool = False) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except Exception as error:  # whatever transformers meets in a file that is not as it expects
+    except Exception as error:  # transformers raises many kinds of error for a broken file
         fail(f"{model_dir / 'config.json'} cannot be read: {described(error)}", WRONG_USE)
 
 
@@ -41,10 +41,10 @@ def model_class(config: Any) -> Any:
     if not config.architectures:
         return transformers.AutoModel
     name = str(config.architectures[0])
-    found = getattr(transformers, name, None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    architecture = getattr(transformers, name, None)
+    if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
         fail(f"config.json names {name}, which is no model of transformers {transformers.__version__}", WRONG_USE)
-    return found
+    return architecture
 
 
 def empty_model(model_dir: Path, config: Any) -> Any:
@@ -57,7 +57,7 @@ def empty_model(model_dir: Path, config: Any) -> Any:
         with torch.device("meta"):
             model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
         model = model.to(config.dtype or torch.float32).eval()
-    except Exception as error:  # from values that no model has
+    except Exception as error:  # the config has values that no model supports
         fail(f"{model_dir / 'config.json'} describes no {kind.__name__}: {described(error)}", WRONG_USE)
     if model.can_generate() and (path := model_dir / "generation_config.json").is_file():
         try:

@@ -59,8 +59,8 @@ def init_distributed(
     if dist_init_required is False or not torch.distributed.is_available() or torch.distributed.is_initialized():
         return
     if (rank < 0) != (world_size < 0):
-        found = f"{rank} and {world_size}"
-        raise ConfigError(f"rank, world_size: found {found}; possible: both from 0 and 1 on, or neither")
+        numbers = f"{rank} and {world_size}"
+        raise ConfigError(f"rank, world_size: found {numbers}; possible: both from 0 and 1 on, or neither")
     if rank < 0:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return

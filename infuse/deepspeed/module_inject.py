@@ -77,8 +77,8 @@ class ReplaceWithTensorSlicing:
             )
         (axis,) = cut
         if split_into > 1 and (dst.shape[axis] % split_into or (src.dim() == 2 and axis != self.out_dim)):
-            found = f"{dst.shape[axis]} and {src.shape[axis]} along axis {axis}"
-            raise ConfigError(f"dst, src: found {found}; q, k and v need thirds of out_dim")
+            sizes = f"{dst.shape[axis]} and {src.shape[axis]} along axis {axis}"
+            raise ConfigError(f"dst, src: found {sizes}; q, k and v need thirds of out_dim")
         pieces = [piece.chunk(self.mp_size, dim=axis)[self.gpu_index] for piece in src.chunk(split_into, dim=axis)]
         return torch.cat(pieces, dim=axis)
 
@@ -94,8 +94,8 @@ class GroupQuantizer:
         if not 2 <= num_bits <= 8:
             raise ConfigError(f"num_bits: found {num_bits!r}; possible: 2 to 8, the result is held in int8")
         if group_size < 1 or num_groups < 0:
-            found = f"{group_size!r}, {num_groups!r}"
-            raise ConfigError(f"group_size, num_groups: found {found}; possible: from 1, and from 0")
+            numbers = f"{group_size!r}, {num_groups!r}"
+            raise ConfigError(f"group_size, num_groups: found {numbers}; possible: from 1, and from 0")
         self.q_int8, self.group_size, self.num_bits, self.num_groups = q_int8, group_size, num_bits, num_groups
 
     def quantize(self, inputs: torch.Tensor, qkv: bool = True, count: int = 1, parallel_dim: int = 0) -> nn.Parameter:

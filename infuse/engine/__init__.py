@@ -1,4 +1,4 @@
-"""What the user holds: a model's engine or a pipeline's, and the two functions that make them."""
+"""The engines of a model and of a pipeline. `init_inference` makes them; `plan` shows what it would do."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan: ...
 @overload
 def plan(model: Any, config: Any = None, **kwargs: Any) -> Any: ...
 def plan(model: Any, config: Any = None, **kwargs: Any) -> Any:
-    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table.
+    """Return what `init_inference` would do to `model` (live or on meta) without doing it. Its `str` is a table.
 
-    Of a pipeline of diffusers, a PipelinePlan. With several ranks, rank 0's plan.
+    For a pipeline of diffusers, return a PipelinePlan. With several ranks, return rank 0's plan.
     """
     settings = InferenceConfig.make(config, **kwargs)
     with interrupts.held_back():  # layers without a spec run on meta, with hooks on them

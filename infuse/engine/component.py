@@ -1,6 +1,6 @@
-"""Methods of diffusers' models that change layers inside: what they do once whole modules are ours.
+"""Methods of diffusers' models that change inner layers, adapted to models in which whole modules are replaced.
 
-Those that would find nothing to change say so, instead of leaving the result as it was in silence. Caches over steps
+Methods that would find nothing to change raise UnsupportedCall instead of silently doing nothing. Caches over steps
 that hook whole blocks hook ours.
 """
 
@@ -37,7 +37,7 @@ _PLAIN = frozenset({"FeedForward"})  # no cache hooks these
 
 
 def install_changes(model: nn.Module, plan: Plan) -> None:
-    """Install these methods on a component of diffusers in which whole modules were replaced, which share memory."""
+    """Install these methods on a component of diffusers whose modules were replaced; its convolutions share memory."""
     if not is_component(model) or all(step.depth != MODULE for step in plan.steps):
         return
     share_memory(model)
@@ -53,7 +53,7 @@ def _refuse(model: str, name: str, why: str, *args: Any, **kwargs: Any) -> None:
 
 
 def enable_cache(model: Any, config: Any) -> None:
-    """diffusers' own `enable_cache`, with our blocks known to it as those that they replace."""
+    """Call diffusers' own `enable_cache` after registering our blocks like those that they replace."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     replaced = {type(module): vars(module)["replaces"] for module in model.modules() if "replaces" in vars(module)}
@@ -70,5 +70,5 @@ def enable_cache(model: Any, config: Any) -> None:
         except ValueError:  # no block
             continue
         TransformerBlockRegistry.register(ours, told)
-        told._cls = original  # whose forward names the arguments
+        told._cls = original  # its forward names the arguments
     type(model).enable_cache(model, config)

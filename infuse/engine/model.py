@@ -46,7 +46,7 @@ _KEPT_CACHES = 16
 
 @dataclass(frozen=True)
 class Prepared:
-    """A live model for which everything is decided and proven, and nothing is replaced yet."""
+    """A live model whose replacements are decided and proven, but not made yet."""
 
     settings: InferenceConfig
     device: Device
@@ -58,7 +58,7 @@ class Prepared:
 def planned(
     model: nn.Module, settings: InferenceConfig, mesh: Mesh | None = None, *, in_pipeline: bool = False
 ) -> Plan:
-    """The plan for `model`, which is not changed, for a rank of `mesh` (None: rank 0)."""
+    """Plan for `model` on a rank of `mesh` (None: rank 0), without changing the model."""
     device = Device.of(settings.device or device_of(model))
     return make_plan(model, settings, device, mesh or settings.ranks.mesh(), in_pipeline=in_pipeline)
 
@@ -67,9 +67,9 @@ def prepared(
     model: nn.Module, settings: InferenceConfig, group: Group, mesh: Mesh, progress: Progress | None,
     decided: Plan | None = None, calls: Mapping[str, Call] | None = None,
 ) -> Prepared:  # fmt: skip
-    """Decide (None: nobody has) and prove the replacements in a live `model`, which is `placed`.
+    """Decide, unless `decided` is given, and prove the replacements in a live `model`, and place it.
 
-    `calls` of its modules, by path, were recorded in a step of its pipeline.
+    `calls`: calls of its modules, by path, recorded in a step of its pipeline.
     """
     device = Device.of(settings.device or device_of(model))
     decided = decided or make_plan(model, settings, device, mesh)
@@ -79,7 +79,7 @@ def prepared(
 
 
 def placed(model: nn.Module, settings: InferenceConfig) -> None:
-    """Move `model` to its device and set it to evaluation."""
+    """Move `model` to its device and set it to evaluation mode."""
     _move(model, Device.of(settings.device or device_of(model)).torch_device)
     model.eval()
     if is_component(model):
@@ -125,7 +125,7 @@ class InferenceEngine(nn.Module):
 
     @classmethod
     def of_component(cls, ready: Prepared, progress: Progress | None) -> InferenceEngine:
-        """Carry out what was prepared for a component of a pipeline, which tells the plans of all components itself."""
+        """Carry out what was prepared for a pipeline's component. The pipeline logs the plans of all components."""
         engine = cls.__new__(cls)
         nn.Module.__init__(engine)
         engine.settings, engine.group = ready.settings, ready.group
@@ -134,7 +134,7 @@ class InferenceEngine(nn.Module):
         return engine
 
     def _hold(self, model: nn.Module, settings: InferenceConfig, device: Device) -> None:
-        """Take over the complete `model`: install what belongs to an engine on it."""
+        """Take over the complete `model` and install the engine's hooks and methods on it."""
         if is_component(model):
             channels_last(model)  # weights that were cast or built anew
         for module in model.modules():  # else transformers initialises ours, when a model is composed with this one
@@ -166,8 +166,8 @@ class InferenceEngine(nn.Module):
             return getattr(self._modules["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name in vars(self) or name in self._modules or name.startswith("_") or hasattr(type(self), name)
-        if (name == "config" or not own) and hasattr(self._modules.get("module"), name):
+        on_engine = name in vars(self) or name in self._modules or name.startswith("_") or hasattr(type(self), name)
+        if (name == "config" or not on_engine) and hasattr(self._modules.get("module"), name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -246,7 +246,7 @@ class InferenceEngine(nn.Module):
         """Put generate, the caps, graphs and checks on the module. Returns the handles of the hooks."""
         from infuse.generate.install import install  # imports transformers' modelling, which takes seconds
 
-        replaced = next((one for one in self.module.modules() if isinstance(one, InferenceModule)), None)
+        replaced = next((module for module in self.module.modules() if isinstance(module, InferenceModule)), None)
         if replaced is not None:
             replaced.warns_of_training = True
         return install(
@@ -260,7 +260,7 @@ class InferenceEngine(nn.Module):
         )
 
     def _graphs(self, settings: InferenceConfig, device: Device) -> GraphUse | None:
-        """Which calls become CUDA graphs. Adds a note to the plan if the ranks cannot have them."""
+        """Choose the calls that become CUDA graphs. Adds a note to the plan if the ranks cannot capture."""
         from infuse.generate.install import GraphUse
 
         backend = backend_for(device.torch_device)
@@ -275,9 +275,9 @@ class InferenceEngine(nn.Module):
 
 
 def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:
-    """Log plans, as decided and as executed, by the name of their component: "" for a model alone.
+    """Log plans, as decided and as executed, by component name ("" for a single model).
 
-    Warn once each of their notes, of refused steps, and if nothing was accelerated in any of them.
+    Warn of each note once, of refused steps, and if no plan accelerates anything.
     """
     for note in dict.fromkeys(note for _, done in plans.values() for note in done.notes):
         warn(f"infuse: {note}", stacklevel=4)
@@ -310,7 +310,7 @@ def _after_destroy(*args: Any, **kwargs: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """ConfigError for anything that is not a model."""
+    """Raise ConfigError for anything that is not a model."""
     if isinstance(model, nn.Module):
         return
     if isinstance(getattr(model, "model", None), nn.Module):
@@ -325,11 +325,11 @@ def check_model(model: Any) -> None:
 
 
 def check_replaced(model: nn.Module, dtype: torch.dtype) -> None:
-    """ConfigError for blocks of an earlier call in another dtype: they stay as they are, and would not fit the rest."""
+    """Raise ConfigError if an earlier call replaced blocks in another dtype: they stay, and would not fit the rest."""
     for block in (module for module in model.modules() if isinstance(module, Block)):
-        found = {each.dtype for each in block.parameters() if each.is_floating_point()}
-        if found and dtype not in found:
-            dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in found))
+        block_dtypes = {each.dtype for each in block.parameters() if each.is_floating_point()}
+        if block_dtypes and dtype not in block_dtypes:
+            dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in block_dtypes))
             raise ConfigError(
                 f"dtype: {str(dtype).removeprefix('torch.')} is asked for, and layers of this model were replaced in "
                 f"{dtypes} by an earlier init_inference; ask for that, or give a model that is not replaced yet"
@@ -375,7 +375,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def is_replaced(model: nn.Module) -> bool:
-    """Whether any of its modules is ours."""
+    """Whether any module of `model` is ours."""
     return any(isinstance(module, InferenceModule) for module in model.modules())
 
 

@@ -37,7 +37,7 @@ def is_pipeline(value: Any) -> bool:
 class PipelinePlan(Mapping[str, Plan]):
     """The plan of each model of a pipeline, by the name of its component.
 
-    `proof`: what a step of the pipeline showed; empty before it.
+    `proof`: the outcome of a step of the pipeline; empty before it.
     """
 
     pipeline: str
@@ -74,24 +74,24 @@ class PipelinePlan(Mapping[str, Plan]):
 
 
 def models_of(pipe: Any) -> dict[str, nn.Module]:
-    """The models of a pipeline by the name of their component; several ControlNets are one component, and each its own.
+    """Return the models of a pipeline by component name. Several ControlNets are one component, but each is a model.
 
     Components that are None, schedulers, tokenizers and the like are left out; a model in two places counts once.
     """
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name, value in _held(pipe).items():
         if not isinstance(value, nn.Module):
             continue
         nets = getattr(value, "nets", None)
         several = {f"{name}.nets.{i}": net for i, net in enumerate(nets)} if isinstance(nets, nn.ModuleList) else {}
         for path, model in (several or {name: value}).items():
-            if all(model is not other for other in found.values()):
-                found[path] = model
-    return found
+            if all(model is not other for other in models.values()):
+                models[path] = model
+    return models
 
 
 def pipeline_plan(pipe: Any, settings: InferenceConfig) -> PipelinePlan:
-    """The plan of each model of `pipe`, in which nothing is changed."""
+    """Plan each model of `pipe` without changing it."""
     models = models_of(pipe)
     _check(pipe, models, settings)
     plans = {name: planned(model, settings, in_pipeline=True) for name, model in models.items()}
@@ -124,10 +124,10 @@ class PipelineEngine:
                 # a wrong key shows before any proof
                 plans = {name: planned(model, settings, mesh, in_pipeline=True) for name, model in models.items()}
                 ready, proof = _proven(pipe, models, plans, settings, group, mesh, progress)
-                engines = {name: InferenceEngine.of_component(one, progress) for name, one in ready.items()}
+                engines = {name: InferenceEngine.of_component(component, progress) for name, component in ready.items()}
         self.pipeline, self.settings, self.engines, self.group = pipe, settings, engines, group
         self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()}, proof)
-        tell({name: (one.decided, engines[name].plan) for name, one in ready.items()})
+        tell({name: (component.decided, engines[name].plan) for name, component in ready.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's own call."""
@@ -169,28 +169,30 @@ def _proven(
     pipe: Any, models: Mapping[str, nn.Module], plans: Mapping[str, Plan], settings: InferenceConfig, group: Group,
     mesh: Mesh, progress: Progress | None,
 ) -> tuple[dict[str, Prepared], str]:  # fmt: skip
-    """Prove the plans of all models on calls that the pipeline makes, and compare its images; and say what was seen.
+    """Prove all models' plans on calls that the pipeline makes, compare its images, and describe the outcome.
 
-    A pipeline that cannot be run by itself is proven on inputs that are made from each model's config.
+    If the pipeline cannot run by itself, the inputs are made from each model's config.
     """
     for model in models.values():
         placed(model, settings)
-    step, found = FirstStep(pipe, models), None
+    step, outcome = FirstStep(pipe, models), None
     reason: str | None = ""
     if settings.verify != "off" and any(plan.steps for plan in plans.values()):
-        found = first_outcome(step, {name: [one.path for one in plan.steps] for name, plan in plans.items()})
-        reason = group.any_fault(found if isinstance(found, str) else None, FIRST_STEP)
-    calls = found.calls if isinstance(found, Outcome) and reason is None else {}
+        outcome = first_outcome(
+            step, {name: [replacement.path for replacement in plan.steps] for name, plan in plans.items()}
+        )
+        reason = group.any_fault(outcome if isinstance(outcome, str) else None, FIRST_STEP)
+    calls = outcome.calls if isinstance(outcome, Outcome) and reason is None else {}
     ready = {
         name: prepared(model, settings, group, mesh, progress, plans[name], calls.get(name))
         for name, model in models.items()
     }
-    if reason is not None or not isinstance(found, Outcome):
+    if reason is not None or not isinstance(outcome, Outcome):
         text = f"on inputs made from each model's config, since the pipeline could not be run by itself: {reason}"
         return ready, text if reason else ""
-    proven = {name: one.proven for name, one in ready.items()}
-    proven, text = with_equal_images(step, found, proven, group, strict=settings.verify == "strict")
-    return {name: replace(one, proven=proven[name]) for name, one in ready.items()}, text
+    proven = {name: component.proven for name, component in ready.items()}
+    proven, text = with_equal_images(step, outcome, proven, group, strict=settings.verify == "strict")
+    return {name: replace(component, proven=proven[name]) for name, component in ready.items()}, text
 
 
 def _held(pipe: Any) -> Any:
@@ -198,21 +200,21 @@ def _held(pipe: Any) -> Any:
 
 
 def _check(pipe: Any, models: Mapping[str, nn.Module], settings: InferenceConfig) -> None:
-    """ConfigError or NotAvailable for keys that a whole pipeline cannot have.
+    """Raise ConfigError or NotAvailable for keys that do not apply to a whole pipeline.
 
     A pattern of `quant.weight.post_init_quant` has to match a linear in some of the models.
     """
     where = next(iter(models), "unet")
     source, _, save = settings.checkpoint_files
-    given = {"checkpoint": source, "save_mp_checkpoint_path": save, "injection_policy": settings.injection_policy}
-    if wrong := [key for key, value in given.items() if value]:
+    per_model = {"checkpoint": source, "save_mp_checkpoint_path": save, "injection_policy": settings.injection_policy}
+    if wrong := [key for key, value in per_model.items() if value]:
         raise ConfigError(f"{', '.join(wrong)}: given for a {type(pipe).__name__}; {_PER_MODEL.format(name=where)}")
     if settings.ep_size > 1:
         raise NotAvailable(f"moe.ep_size for a {type(pipe).__name__}: its models have no experts; give tp_size")
     if not models:
         raise ConfigError(f"a {type(pipe).__name__} was given that holds no model: load its components first")
     paths = [path for model in models.values() for path, module in model.named_modules() if _has_pattern(module)]
-    if lost := [one for one in settings.module_formats if all(one not in path for path in paths)]:
+    if lost := [pattern for pattern in settings.module_formats if all(pattern not in path for path in paths)]:
         raise ConfigError(
             f"quant.weight.post_init_quant: {', '.join(map(repr, lost))} is in no linear's path in any model of the "
             f"pipeline: {', '.join(models)}"

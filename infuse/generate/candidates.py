@@ -24,10 +24,10 @@ from infuse.layers.linear import rounds_activations
 from infuse.native import isa, limits
 
 
-def make_generator(model: Any, input_ids: Tensor, processors: Any, **given: Any) -> Any:
-    """Make the generator that transformers would use. If it asks an assistant with our layers, a Draft is its draft."""
+def make_generator(model: Any, input_ids: Tensor, processors: Any, **settings: Any) -> Any:
+    """Make transformers' candidate generator; an assistant with our layers drafts through `Draft`."""
     processors = processors or None  # prompt lookup would apply an empty list to each candidate
-    generator = model._get_candidate_generator(input_ids=input_ids, logits_processor=processors, **given)
+    generator = model._get_candidate_generator(input_ids=input_ids, logits_processor=processors, **settings)
     if not isinstance(generator, AssistedCandidateGenerator):
         return generator
     if (most := most_candidates(model)) is not None:
@@ -38,9 +38,9 @@ def make_generator(model: Any, input_ids: Tensor, processors: Any, **given: Any)
 
 
 def most_candidates(model: Any) -> int | None:
-    """Number of candidates beyond which the C++ kernels use another algorithm. None: no limit.
+    """Return the number of candidates beyond which the C++ kernels use another algorithm. None: no limit.
 
-    Up to there a step reads the weights once, and each of its rows is computed as if it were alone.
+    Up to there a step reads the weights once and computes each row exactly as it would alone.
     """
     if model.device.type != "cpu" or isa() is None:
         return None
@@ -50,7 +50,7 @@ def most_candidates(model: Any) -> int | None:
 
 
 def keep_schedule(generator: Any) -> None:
-    """Store the number of candidates that a schedule has found on the assistant, as transformers does."""
+    """Write the scheduled number of candidates back to the assistant's config, as transformers does."""
     if isinstance(generator, AssistedCandidateGenerator):
         config = generator.assistant_model.generation_config
         if config.num_assistant_tokens_schedule == "heuristic":
@@ -63,23 +63,27 @@ def _at_most(most: int, count: Callable[[Any], tuple[int, int]], input_ids: Tens
 
 
 def _can_draft(assistant: Any) -> bool:
-    """Whether the assistant runs over our cache, in no method of its own. Graphs of its steps are for `generate`."""
-    own = vars(assistant)
-    installed, generates = own.get("_infuse"), (own.get("generate"), type(assistant).generate)
+    """Whether our steps can run the assistant: over our cache, with the library's methods, without decode graphs."""
+    attributes = vars(assistant)
+    installed, generates = attributes.get("_infuse"), (attributes.get("generate"), type(assistant).generate)
     if installed is None or not installed.caches or installed.buckets is not None:
         return False
-    return loops_are_own(assistant, UPDATE) and all(one is None or is_librarys(one) for one in generates)
+    return loops_are_own(assistant, UPDATE) and all(method is None or is_librarys(method) for method in generates)
 
 
 class Draft:
-    """`get_candidates` of transformers' generator, with its settings and schedules, in our steps."""
+    """Replaces `get_candidates` of transformers' generator and drafts in our steps, with its settings and schedules."""
 
     def __init__(self, generator: Any, input_ids: Tensor):
         self._generator, self._config, model = generator, generator.generation_config, generator.assistant_model
         installed, capacity_tokens = model._infuse, generator.main_model_max_length
         self._cache, self._group = KVCache(capacity_tokens, installed.limit_tokens, installed.kv_cache), installed.group
         self._device = model.device
-        kept = [one for one in generator.logits_processor if not isinstance(one, MinNewTokensLengthLogitsProcessor)]
+        kept = [
+            processor
+            for processor in generator.logits_processor
+            if not isinstance(processor, MinNewTokensLengthLogitsProcessor)
+        ]
         self._processed = Processed(LogitsProcessorList(kept))
         ends = self._config._eos_token_tensor
         self._ends = set() if ends is None else set(ends.reshape(-1).tolist())
@@ -87,13 +91,13 @@ class Draft:
         self._steps = Steps(model, input_ids.to(self._device), kwargs, capacity_tokens, speculates=True)
 
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return `input_ids` [1, T] with candidates, and their scores [1, candidates, vocabulary] if they are drawn."""
+        """Return `input_ids` [1, T] with candidates and, if sampled, their scores [1, candidates, vocabulary]."""
         _, count = self._generator._calculate_new_tokens(input_ids)
         if count <= 0:
             return input_ids, None
         ids = input_ids.to(self._device)
-        if held := self._cache.get_seq_length():  # else the step is prepared for the prompt
-            kept = self._cache.rewind(min(held, ids.shape[1] - 1))
+        if cached_tokens := self._cache.get_seq_length():  # else the step was prepared for the prompt
+            kept = self._cache.rewind(min(cached_tokens, ids.shape[1] - 1))
             self._steps.advance(ids[:, kept:], ids)
         drawn_from: list[Tensor] = []
         while True:
@@ -105,7 +109,7 @@ class Draft:
             drawn_from.append(scores_BV)
             if last or len(drawn_from) == count:
                 break
-            if len(drawn_from) == 1:  # what follows may be rejected
+            if len(drawn_from) == 1:  # later tokens may be rejected
                 self._cache.snapshot()
             self._steps.advance(tokens_BT, ids)
         return ids, torch.stack(drawn_from, dim=1) if self._config.do_sample else None
@@ -121,7 +125,7 @@ class Draft:
                 token = torch.multinomial(weights_BV, num_samples=1)[:, 0]
             if threshold:
                 chance = float(weights_BV[0, token])
-        if threshold and hasattr(self._generator, "probs"):  # from which transformers adapts the threshold
+        if threshold and hasattr(self._generator, "probs"):  # transformers adapts the threshold from these
             self._generator.probs.append(chance)
         last = int(token) in self._ends or (bool(threshold) and chance < threshold)
         if self._group.size > 1:

@@ -38,18 +38,18 @@ class Processed:
         if type(self._processors) is not LogitsProcessorList:
             return self._processors(ids_BI, scores_BV)
         for processor in self._processors:
-            found = self._calls.get(id(processor))
-            if found is None:
-                found = self._calls[id(processor)] = processor, _call_of(processor)
-            scores_BV = found[1](ids_BI, scores_BV)
+            entry = self._calls.get(id(processor))
+            if entry is None:
+                entry = self._calls[id(processor)] = processor, _call_of(processor)
+            scores_BV = entry[1](ids_BI, scores_BV)
         return scores_BV
 
 
 def likeliest(logits_BTV: Tensor) -> Tensor:
     """Return the index of the largest of each row's last logits, [B]; the first one of equals."""
-    if logits_BTV.device.type == "cpu" and logits_BTV.dtype in DTYPES and not isinstance(found := kernels(), str):
+    if logits_BTV.device.type == "cpu" and logits_BTV.dtype in DTYPES and not isinstance(library := kernels(), str):
         last_BV = logits_BTV[:, -1] if logits_BTV.shape[1] > 1 else logits_BTV
-        return found.largest.default(last_BV.contiguous()).view(-1)
+        return library.largest.default(last_BV.contiguous()).view(-1)
     return logits_BTV[:, -1].argmax(dim=-1)
 
 

@@ -51,10 +51,10 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"continuous batching over {ranks} ranks: each would schedule by itself; use generate(), or one rank"
         )
     attentions = [part for part in self.modules() if isinstance(part, Mixer)]
-    if own := sorted({type(part).__name__ for part in attentions if not calls_by_name(part)}):
+    if unsupported := sorted({type(part).__name__ for part in attentions if not calls_by_name(part)}):
         raise UnsupportedCall(
-            f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(own)} has one of "
-            "its own, which does not: use generate(), whose batches may be padded"
+            f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(unsupported)} "
+            "has one of its own, which does not: use generate(), whose batches may be padded"
         )
     before = self.config._attn_implementation
     if ours := before.startswith(_HOOK):

@@ -81,7 +81,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What `backend` captures: decode steps of `generate`, with caches kept up to `keep_bytes`, and the forward.
+    """Which calls `backend` captures: decode steps of `generate`, with caches kept up to `keep_bytes`, and the forward.
 
     `inside`: paths of modules whose forward is captured instead of the model's, such as a VAE's encoder and decoder.
     """
@@ -106,8 +106,8 @@ def install(
     """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
     Return the hooks' handles. `caches`: the layers support our cache; `kv_cache` is its format. Pass `graphs` only if
-    the collectives of `group` can be captured. If `module` was replaced before, this takes the place of what was
-    installed then; a format of the cache with which its layers were not proven has no effect.
+    the collectives of `group` can be captured. A previous installation on `module` is replaced; a cache format that
+    its layers were not proven with has no effect.
     """
     before: Installed | None = vars(module).get("_infuse")
     if before is not None:
@@ -121,8 +121,8 @@ def install(
         if graphs.steps and caches:
             buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group, kv_cache)
         for part in map(module.get_submodule, graphs.inside or ("",)):
-            own: Any = vars(part).get("forward")
-            part.forward = Forward(part, own, backend if graphs.forward else None)  # type: ignore[assignment]
+            forward: Any = vars(part).get("forward")
+            part.forward = Forward(part, forward, backend if graphs.forward else None)  # type: ignore[assignment]
             part._infuse = Installed(limit_tokens, min_new_tokens, caches, None, group)  # type: ignore[assignment]
     direct = DirectSteps(_is_ours) if caches and buckets is None and group.size == 1 else None
     installed = Installed(limit_tokens, min_new_tokens, caches, buckets, group, kv_cache, direct)
@@ -176,18 +176,18 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     args, kwargs = _moved(self, tuple(args), kwargs)
     names = _names_of_arguments(type(self).generate)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if (assistant := given.get(_ASSISTANT)) is not None:
-        given[_ASSISTANT] = getattr(assistant, "module", assistant)  # of an engine, its model
-        args, kwargs = _replaced(args, kwargs, names, _ASSISTANT, given[_ASSISTANT])
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if (assistant := arguments.get(_ASSISTANT)) is not None:
+        arguments[_ASSISTANT] = getattr(assistant, "module", assistant)  # unwrap an engine
+        args, kwargs = _replaced(args, kwargs, names, _ASSISTANT, arguments[_ASSISTANT])
     installed: Installed = self._infuse
     if installed.group.size > 1:
         settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
-        check_before_generate(installed.group, given, settings, installed.buckets)
+        check_before_generate(installed.group, arguments, settings, installed.buckets)
         installed.group.share_random_state()
-    if not names or len(args) > len(names):  # not transformers' own generate, or nothing tells that it is
+    if not names or len(args) > len(names):  # not recognizable as transformers' own generate
         return type(self).generate(self, *args, **kwargs)
-    asked = _Asked(self, given)
+    asked = _Asked(self, arguments)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
         needed = max(prompt + max(installed.min_new_tokens, 1), total)
@@ -206,7 +206,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         cache = KVCache(capacity, limit, installed.kv_cache) if graphed is None else graphed
         kwargs[CACHE_NAME] = cache
         if loop := asked.own_loop():
-            streamer, assistants = given.get("streamer"), {name: given.get(name) for name in _ASSISTANTS}
+            streamer, assistants = arguments.get("streamer"), {name: arguments.get(name) for name in _ASSISTANTS}
             more: dict[str, Any] = {"assistants": assistants} if loop is speculate else {"direct": installed.direct}
             decoding = partial(loop, streamer=streamer, group=installed.group, **more)
             args, kwargs = _replaced(args, kwargs, names, _LOOP, decoding)
@@ -220,7 +220,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         graphed = None  # drop its bucket instead of returning it
         args = ()
         kwargs.clear()
-        given.clear()
+        arguments.clear()
         raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
         if graphed is not None:
@@ -228,23 +228,23 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _names_of_arguments(generate: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional arguments of transformers' `generate`, also where wrappers that take any hide them.
+    """Return the names of the positional arguments of transformers' `generate`, looking through generic wrappers.
 
-    None of them if the class has another function, or if a wrapper takes certain arguments only.
+    Empty if the class has another function, or if a wrapper takes certain arguments only.
     """
-    functions = [one for one in with_wrapped(generate) if isinstance(one, FunctionType)]
+    functions = [function for function in with_wrapped(generate) if isinstance(function, FunctionType)]
     if not functions or not functions[0].__code__.co_flags & inspect.CO_VARKEYWORDS:
         return ()
-    codes = [one.__code__ for one in functions if is_librarys(one)]
-    found = (code.co_varnames[1 : code.co_argcount] for code in codes)
-    wrapped = next((names for names in found if names[:1] == _FIRST_ARGUMENT), ())
+    codes = [function.__code__ for function in functions if is_librarys(function)]
+    signatures = (code.co_varnames[1 : code.co_argcount] for code in codes)
+    wrapped = next((names for names in signatures if names[:1] == _FIRST_ARGUMENT), ())
     return wrapped or (_FIRST_ARGUMENT if generate is GenerationMixin.generate else ())
 
 
 def _replaced(
     args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], name: str, value: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Arguments with another value of `name`, which stays where it was given, by position or by name."""
+    """Replace the value of the argument `name` where it was passed, by position or by keyword."""
     place = names.index(name) if name in names[: len(args)] else None
     if place is None:
         return args, {**kwargs, name: value}
@@ -263,20 +263,18 @@ def _drop_hooks(module: nn.Module) -> None:
 
 
 def _can_replay(module: nn.Module, are_replayed: LibraryCalls) -> bool:
-    """Whether decode steps may be replayed: not if torch.compile makes its own graphs, or hooks or a user's own class
-    need each forward.
-    """
+    """Whether decode steps may be replayed. Not under torch.compile, nor if hooks or a user's class need them run."""
     forward = vars(module).get("forward")
     compiled = hasattr(forward, "_torchdynamo_orig_callable")
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     others = [hook for hook in hooks if not _is_ours(hook)]  # which a replay would skip
     parts = list(module.modules())
-    named = [one.named for one in parts if isinstance(one, Experts) and one.named is not None]
+    named = [part.named for part in parts if isinstance(part, Experts) and part.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
     if compiled or others or not ours_only:
         return False
-    own = forward.own if isinstance(forward, Forward) else None  # what the user had set before
-    return (own is None or is_librarys(own, _REPLAYED)) and are_replayed(parts)
+    users_forward = forward.own if isinstance(forward, Forward) else None  # set on the instance before
+    return (users_forward is None or is_librarys(users_forward, _REPLAYED)) and are_replayed(parts)
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
@@ -289,8 +287,8 @@ class _Asked:
     def __init__(self, model: Any, kwargs: Mapping[str, Any]):
         self._model, self._kwargs = model, kwargs
         self._configs = (kwargs.get("generation_config"), model.generation_config)
-        given = [kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
-        self._prompt = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
+        prompts = [kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
+        self._prompt = next((value for value in prompts if isinstance(value, Tensor) and value.dim() >= 2), None)
 
     def value(self, name: str) -> Any:
         """Return the first value given for `name`; None if there is none."""
@@ -301,20 +299,20 @@ class _Asked:
         """Whether the caller has not configured the cache, and the mode supports a passed one."""
         if cache_in(self._kwargs) is not None or self._model.config.is_encoder_decoder:
             return False
-        # Attentions have a column for each key in the cache: transformers' own caches drop those outside of a window.
+        # Attentions have a column for each cached key, and transformers' own caches drop keys outside the window.
         if self._kwargs.get(_LOOP) is not None or self.value("output_attentions") or not _accepts_cache(self._model):
             return False
         return self.value("use_cache") is not False and self.value("cache_implementation") is None
 
     def own_loop(self) -> Callable[..., Any] | None:
         """Return our loop for this: greedy search or sampling, speculative or plain; None for transformers' loops."""
-        one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
-        if not one or any(self.value(name) for name in _NOT_OURS) or not loops_are_own(self._model):
+        single_beam = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
+        if not single_beam or any(self.value(name) for name in _NOT_OURS) or not loops_are_own(self._model):
             return None
         # The processor of guidance_scale runs the model over a cache of its own, which rejected candidates would spoil.
         guided = self.value("guidance_scale") not in (None, 1)
         if not guided and any(self.value(name) is not None for name in _SPECULATE):
-            # Where rotations depend on a call's tokens, each step would have to have those of transformers' own loop.
+            # If rotations depend on the call's length, each step would need the same tokens as in transformers' loop.
             by_length = rotates_by_length(self._model, self.prompt_tokens(), self.total_tokens())
             embeds = self._kwargs.get("inputs_embeds") is not None
             return None if by_length or embeds or not loops_are_own(self._model, UPDATE) else speculate
@@ -340,7 +338,7 @@ class _Asked:
 
 
 def _accepts_cache(model: Any) -> bool:
-    """Whether transformers lets `generate` pass a cache on, which it reads from the signature of the preparation."""
+    """Whether transformers lets `generate` pass the model a cache; it reads this from the preparation's signature."""
     if is_librarys(prepare := model.prepare_inputs_for_generation):
         return True
     names = set(inspect.signature(prepare).parameters)
@@ -351,18 +349,18 @@ def _accepts_cache(model: Any) -> bool:
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: raise ContextLimitError beyond the cap, before any kernel runs."""
-    given = kwargs.get("inputs_embeds")
-    given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
+    inputs = kwargs.get("inputs_embeds")
+    inputs = kwargs.get("input_ids", args[0] if args else None) if inputs is None else inputs
     # cu_seq_lens_q: requests of a continuous batch, which are checked when they are added.
-    if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:
         return
     caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length")]
-    held = max([0, *(cache.get_seq_length() for cache in caches)])
-    if isinstance(held, Tensor):  # in a capture: its bucket is no larger than the cap
+    cached_tokens = max([0, *(cache.get_seq_length() for cache in caches)])
+    if isinstance(cached_tokens, Tensor):  # in a capture: its bucket is no larger than the cap
         return
-    if held + given.shape[1] > limit_tokens:
+    if cached_tokens + inputs.shape[1] > limit_tokens:
         raise ContextLimitError(
-            f"{held} tokens are in the cache and {given.shape[1]} more were given, "
+            f"{cached_tokens} tokens are in the cache and {inputs.shape[1]} more were given, "
             f"but max_out_tokens={limit_tokens} caps them"
         )
 
@@ -391,7 +389,7 @@ _HOOKS = (_moved, _refuse_too_long, check_before_forward, _begin_forward, _end_f
 
 
 def _place_of_time_step(module: nn.Module) -> tuple[int, str] | None:
-    """Position and name of the argument of a diffusers' model that may be a number; None without one."""
+    """Return the position and name of a diffusers model's time step, which may be a number; None without one."""
     names = list(inspect.signature(type(module).forward).parameters)[1:] if is_component(module) else []
     return next(((names.index(name), name) for name in ("timestep", "timesteps") if name in names), None)
 
@@ -399,16 +397,16 @@ def _place_of_time_step(module: nn.Module) -> tuple[int, str] | None:
 def _time_step_as_tensor(
     position: int, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook: make a time step that is a number a tensor, as the model does itself inside of its graph.
+    """Forward pre-hook: convert a numeric time step to a tensor, as the model itself does inside its graph.
 
     One graph then serves all time steps, and capturing it copies nothing from the host.
     """
-    given = args[position] if position < len(args) else kwargs.get(name)
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
+    time_step = args[position] if position < len(args) else kwargs.get(name)
+    if isinstance(time_step, bool) or not isinstance(time_step, (int, float)):
         return args, kwargs
-    whole = isinstance(given, int) or type(module).__name__ in _WHOLE_STEPS
+    whole = isinstance(time_step, int) or type(module).__name__ in _WHOLE_STEPS
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    made = torch.tensor([given], dtype=torch.int64 if whole else torch.float64, device=device)
+    tensor = torch.tensor([time_step], dtype=torch.int64 if whole else torch.float64, device=device)
     if position < len(args):
-        return (*args[:position], made, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: made}
+        return (*args[:position], tensor, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: tensor}

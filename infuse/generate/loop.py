@@ -30,12 +30,12 @@ from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
 from infuse.parallel.group import LOCAL, Group
 
-# A prompt of more than twice as many tokens, over all rows, runs in parts of so many: activations take as much memory
-# as 4096 tokens need, however long it is, and products are as fast as of all at once.
+# A prompt of more than twice this many tokens, over all rows, runs in parts of this size. Activations then take the
+# memory of 4096 tokens, however long the prompt is, and products are as fast as over the whole prompt.
 PART_TOKENS = 4096
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that depend on the length of the call
 
-UPDATE = "_update_model_kwargs_for_generation"  # which a step that follows does not call
+UPDATE = "_update_model_kwargs_for_generation"  # not called before a step that follows
 _PREPARE = "prepare_inputs_for_generation"  # likewise
 # Methods that transformers' loops call and ours do not, or not in each step: these must be GenerationMixin's own.
 _OF_LOOPS = (
@@ -49,26 +49,27 @@ _FOLLOWED = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES}
 
 
 def loops_are_own(model: Any, *more: str) -> bool:
-    """Whether the methods of transformers' loops, and `more`, are GenerationMixin's own now: not overridden or patched.
+    """Whether the methods of transformers' loops, and `more`, are GenerationMixin's own: not overridden or patched.
 
-    A library's class may have another update of the arguments, unless that is among `more`: our loop calls it.
+    A library's class may override UPDATE unless `more` names it, because our loop calls it.
     """
-    own = vars(model)
+    attributes = vars(model)
     for name in (*_OF_LOOPS, *more):
         method = getattr(GenerationMixin, name, None)  # not all are in all versions
-        is_other = name in own or getattr(type(model), name, None) is not method
+        is_other = name in attributes or getattr(type(model), name, None) is not method
         if is_other or not (method is None or is_librarys(method)):
             return False
-    return UPDATE not in own and is_librarys(getattr(type(model), UPDATE))
+    return UPDATE not in attributes and is_librarys(getattr(type(model), UPDATE))
 
 
 def rotates_by_length(model: Any, first_tokens: int = 0, last_tokens: float = math.inf) -> bool:
-    """Whether rotations depend on the tokens that are in the same call, while a text grows from the one to the other
-    length: frequencies change beyond the length of training, once ("longrope") or with every token ("dynamic").
+    """Whether rotations depend on the call's length while a text grows from `first_tokens` to `last_tokens`.
+
+    Beyond the length of training, frequencies change once ("longrope") or with every token ("dynamic").
     """
     for module in model.modules():
-        found = getattr(module, "rope_type", None)
-        kinds = set(found.values() if isinstance(found, dict) else [found])  # a dict names layers' kinds
+        rope_type = getattr(module, "rope_type", None)
+        kinds = set(rope_type.values() if isinstance(rope_type, dict) else [rope_type])  # a dict names layers' kinds
         if kinds.isdisjoint(_BY_LENGTH):
             continue
         trained_tokens = _trained_tokens(module)
@@ -80,7 +81,7 @@ def rotates_by_length(model: Any, first_tokens: int = 0, last_tokens: float = ma
 def _trained_tokens(rotary: Any) -> int:
     parameters = rotary.config.rope_parameters
     inside = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    named = [one.get("original_max_position_embeddings") for one in inside]
+    named = [section.get("original_max_position_embeddings") for section in inside]
     return min([rotary.config.max_position_embeddings, *(number for number in named if number)])
 
 
@@ -99,14 +100,16 @@ def decode(
     """Return the token ids of prompt [B, T] and answer. `generate` calls this after preparing everything."""
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
-    pads = bool(ends) or any(isinstance(one, EosTokenCriteria) or hasattr(one, "eos_token_id") for one in asked)
+    pads = bool(ends) or any(
+        isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id") for criterion in asked
+    )
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
     steps = Steps(model, input_ids, model_kwargs, limit_tokens, direct=direct)
-    answer: list[Tensor] = []  # tokens [B, N] that are not in `input_ids` yet: few callers look at them in each step
+    answer: list[Tensor] = []  # tokens [B, N] not yet in `input_ids`, which is rarely read at every step
     columns = prompt_tokens
-    alone = streamer is None and not asked and group.size == 1  # no one else looks at a token before the next step
+    alone = streamer is None and not asked and group.size == 1  # nothing reads a token before the next step
 
     def ids() -> Tensor:
         nonlocal input_ids
@@ -221,9 +224,9 @@ class Steps:
         return outputs.logits
 
     def likeliest(self, count: int, ends: list[int]) -> Tensor:
-        """Run the step, and up to `count` if each gets the last one's token, and return the tokens [B, steps].
+        """Run up to `count` greedy steps, each on the last one's token, and return the tokens [B, steps].
 
-        No step follows one that gives one of `ends`.
+        Stop after a token in `ends`.
         """
         if self._step is not None:
             tokens = self._step.tokens(self.inputs["input_ids"], count, ends)
@@ -251,7 +254,7 @@ class Steps:
                 self.model(**self.inputs, return_dict=True)
 
     def _divides(self) -> bool:
-        """Whether parts of the prompt give what the whole prompt gives: over our cache, in a model of transformers."""
+        """Whether the prompt may run in parts with the same result: over our cache, in a model of transformers."""
         inputs = self.inputs
         if not isinstance(cache_in(inputs), KVCache):
             return False
@@ -274,9 +277,9 @@ class Steps:
         self.follows = self._can_follow(tokens_BT, columns)
 
     def follow(self, tokens_BT: Tensor, columns: int) -> None:
-        """Advance to the last of so many `columns` of ids, without the model's preparation."""
+        """Advance to the last of `columns` ids without the model's preparation."""
         self.inputs["input_ids"], self._columns = tokens_BT, columns + self._more_columns
-        if self._step is None:  # which derives them itself
+        if self._step is None:  # a direct step derives them itself
             self._place()
 
     def _place(self) -> None:

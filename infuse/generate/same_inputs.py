@@ -41,21 +41,21 @@ def check_before_generate(group: Group, kwargs: Mapping[str, Any], settings: tup
 
 
 def check_same_inputs(
-    group: Group, given: str, args: tuple, kwargs: Mapping[str, Any], settings: tuple, graphs: KeptGraphs | None
+    group: Group, what: str, args: tuple, kwargs: Mapping[str, Any], settings: tuple, graphs: KeptGraphs | None
 ) -> None:
-    """Compare in one exchange. Then keep as many graphs as the rank with the least room, or none if ranks' differ."""
+    """Compare `what` in one exchange. Keep as many graphs as the rank with the least room; none if graphs differ."""
     values = (*args, *kwargs.values(), *settings)
     called = [kwargs[name] for name in _CALLED if name in kwargs]
     inputs = {name: value for name, value in kwargs.items() if name not in _CALLED}
     checksums = {
-        given: _checksum((args, inputs, repr(modes()))),
+        what: _checksum((args, inputs, repr(modes()))),
         "the caches (tokens, rows, crops)": _checksum([_cache_state(v) for v in values if isinstance(v, Cache)]),
         "the generation configs": _checksum([vars(value) for value in values if isinstance(value, GenerationConfig)]),
         "the caps on tokens": _checksum([value for value in settings if not isinstance(value, GenerationConfig)]),
         "the logits processors and stopping criteria": _checksum([_called_state(value) for value in called]),
     }
     mine = (0, 0) if graphs is None else (_checksum(repr(graphs.standing())), graphs.fitting())
-    standing, fitting = zip(*group.check_same(checksums, given, mine), strict=True)
+    standing, fitting = zip(*group.check_same(checksums, what, mine), strict=True)
     if graphs is not None and len(set(standing)) > 1:
         graphs.clear()
     elif graphs is not None:
@@ -65,8 +65,8 @@ def check_same_inputs(
 def _cache_state(cache: Any) -> list:
     """Return the number of tokens and rows in each layer. Keys and values are left out: they differ between ranks."""
     if isinstance(cache, EncoderDecoderCache):
-        own, cross = _cache_state(cache.self_attention_cache), _cache_state(cache.cross_attention_cache)
-        return [*own, *cross, list(cache.is_updated.values())]
+        self_state, cross_state = _cache_state(cache.self_attention_cache), _cache_state(cache.cross_attention_cache)
+        return [*self_state, *cross_state, list(cache.is_updated.values())]
     return [_slot_state(layer) for layer in cache.layers]
 
 
@@ -88,9 +88,9 @@ def _on_host(value: Any) -> Any:
 def _called_state(value: Any) -> Any:
     """Describe processors and criteria by their classes and attributes, and functions by their names."""
     if isinstance(value, (list, tuple)):
-        return [_called_state(one) for one in value]
-    own = getattr(value, "__dict__", {})
-    attributes = {name: own[name] for name in sorted(own) if name not in _OWN}
+        return [_called_state(inner) for inner in value]
+    state = getattr(value, "__dict__", {})
+    attributes = {name: state[name] for name in sorted(state) if name not in _OWN}
     return type(value), getattr(value, "__qualname__", ""), attributes
 
 

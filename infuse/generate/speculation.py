@@ -35,20 +35,20 @@ def speculate(
     assistants: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Return prompt [1, T] and answer, or transformers' record of them. `generate` calls this, prepared.
+    """Return prompt [1, T] and answer, or transformers' record of them. `generate` calls this last.
 
     `assistants`: assistant_model, tokenizer and assistant_tokenizer as given to `generate`.
     """
     if input_ids.shape[0] > 1:
         raise ValueError("assisted generate is only supported for batch_size = 1")
-    given = {name: value for name, value in (assistants or {}).items() if value is not None}
+    arguments = {name: value for name, value in (assistants or {}).items() if value is not None}
     # transformers leaves this out if a callable decodes.
-    mode = generation_config.get_generation_mode(given.get("assistant_model"))
-    model._validate_generation_mode(mode, generation_config, given)
+    mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
+    model._validate_generation_mode(mode, generation_config, arguments)
     generator = make_generator(
         model, input_ids, logits_processor, generation_config=generation_config, inputs_tensor=inputs_tensor,
-        model_kwargs=model_kwargs, assistant_model=given.get("assistant_model"),
-        target_tokenizer=given.get("tokenizer"), assistant_tokenizer=given.get("assistant_tokenizer"),
+        model_kwargs=model_kwargs, assistant_model=arguments.get("assistant_model"),
+        target_tokenizer=arguments.get("tokenizer"), assistant_tokenizer=arguments.get("assistant_tokenizer"),
     )  # fmt: skip
     limit_tokens, ends, asked = ends_of(stopping_criteria)
     search = _Search(model, input_ids, model_kwargs, limit_tokens, logits_processor, generation_config, group)
@@ -79,21 +79,21 @@ class _Search:
         self._steps = Steps(model, input_ids, kwargs, limit_tokens, speculates=True)
         self._cache, self._processed = cache_in(kwargs), Processed(processors)
         self._most, self._device, self._begun = most_candidates(model), model.device, False
-        self._dropped = 0  # accepted tokens that the cache holds no more
+        self._dropped = 0  # accepted tokens that are no longer in the cache
         self._rows: list[Tensor] = []  # processed scores of the last step, [1, V] each
         self._raw_BNV: Tensor | None = None
         self._scores: list[Tensor] = []
         self._logits: list[Tensor] = []
 
     def candidates(self, generator: Any) -> tuple[Tensor, Tensor | None]:
-        """Return candidates [1, T], of which there may be none, and the scores that they were drawn from, if any."""
+        """Return candidates [1, T], T may be 0, and the scores that they were drawn from, if any."""
         length = self.ids.shape[1]
         ids, draft_BTV = generator.get_candidates(self.ids)
         most = ids.shape[1] - length
         for bound in (self._most, None if self._limit_tokens is None else self._limit_tokens - length - 1):
             most = most if bound is None else min(most, bound)
-        found = self._group.broadcast_object(ids[0, length : length + most].tolist(), "the candidates")
-        ids = torch.tensor([found], dtype=torch.long, device=self._device)
+        candidates = self._group.broadcast_object(ids[0, length : length + most].tolist(), "the candidates")
+        ids = torch.tensor([candidates], dtype=torch.long, device=self._device)
         return ids, None if draft_BTV is None else draft_BTV[:, :most].to(self._device)
 
     def tokens(self, candidates_BT: Tensor, draft_BTV: Tensor | None) -> list[int]:
@@ -148,10 +148,10 @@ class _Search:
         return tokens
 
     def append(self, tokens: list[int], ends: set[int], asked: list[Any]) -> tuple[list[int], bool]:
-        """Append tokens up to one that ends the answer and drop the others. Return those, and whether it has ended.
+        """Append tokens up to one that ends the answer. Return those, and whether the answer has ended.
 
-        Criteria are asked after each token, as in plain decoding; transformers asks after several. Where one writes
-        into the ids, the tokens after it are dropped: they were chosen for other ids.
+        Criteria run after each token, as in plain decoding; transformers runs them after several. If one writes into
+        the ids, later tokens are dropped: they were chosen for other ids.
         """
         before, done, count = self.ids.shape[1], False, 0
         ids = torch.cat((self.ids, torch.tensor([tokens], device=self.ids.device)), dim=1)
@@ -194,7 +194,7 @@ class _Search:
 
 
 def _until_differs(chosen: list[int], candidates: list[int]) -> list[int]:
-    """The chosen tokens up to the first that is not the candidate in its place."""
+    """Return the chosen tokens up to and including the first that differs from its candidate."""
     same = 0
     while same < len(candidates) and chosen[same] == candidates[same]:
         same += 1
@@ -202,9 +202,9 @@ def _until_differs(chosen: list[int], candidates: list[int]) -> list[int]:
 
 
 def accepted(p_NV: Tensor, q_TV: Tensor, candidates_T: Tensor) -> list[int]:
-    """Accept each candidate x with the chance p(x) / q(x), up to the first rejection; then draw from what q lacks of p.
+    """Accept each candidate x with probability p(x) / q(x) up to the first rejection, then draw from max(p - q, 0).
 
-    The tokens are distributed as p if the candidates are as q. Draws the random numbers that transformers draws.
+    The tokens are distributed as p if the candidates are as q. Draws the same random numbers as transformers.
     """
     index = candidates_T[:, None]
     ratio_T = (p_NV[:-1].gather(1, index) / q_TV.gather(1, index))[:, 0]

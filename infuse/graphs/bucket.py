@@ -19,7 +19,7 @@ from infuse.layers.cache import KVCache
 
 
 class Bucket:
-    """`weights` returns what graphs depend on besides the cache's addresses; `warn` gets errors of failed captures."""
+    """`weights` returns state that graphs depend on besides the cache's addresses; `warn` gets capture errors."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Bucket:
 
     @property
     def result_name(self) -> str:
-        """What the forward calls the cache that it returns."""
+        """Key under which the forward returns the cache."""
         return self._step.result_name
 
     def _storage(self) -> Tensor | None:
@@ -106,7 +106,7 @@ class _Step:
         self._weights = weights
 
     def state(self) -> Hashable:
-        """What graphs depend on besides their arguments."""
+        """State that graphs depend on besides their arguments."""
         return None if self._weights is None else self._weights(), self.addresses
 
     def __call__(self, places: Tensor, **inputs: Any) -> Any:

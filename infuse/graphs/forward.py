@@ -26,15 +26,15 @@ from infuse.parallel.group import Group
 class Forward:
     """A callable with the signature of `module.forward`. Copied and pickled with the module, but without the graphs.
 
-    `own` is the forward that was set on the instance before; None: the class's is used. Without `backend` nothing is
+    `own` is the forward that was set on the instance before; None: the class's. Without `backend` nothing is
     captured. `run` is the forward without graphs.
     """
 
-    def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
-        self._module, self.own, self._backend = module, own, backend
+    def __init__(self, module: nn.Module, forward: Callable | None, backend: Backend | None):
+        self._module, self.own, self._backend = module, forward, backend
         self._places = Places(module)
         self.graphs = None if backend is None else GraphRunner(self._run, backend, state=self._state)
-        self._judged: Callable | None = None  # the class's forward, when `_is_users` was found
+        self._judged: Callable | None = None  # the class's forward that `_is_users` describes
         self._is_users = False
 
     @property
@@ -52,7 +52,7 @@ class Forward:
         return self._places(), type(self._module).forward
 
     def _calls(self) -> bool:
-        """Whether the module is called each time: a user overrides or has patched its library's forward."""
+        """Whether every call must run the module: a user overrides or has patched its library's forward."""
         if self.graphs is None:
             return True
         forward = type(self._module).forward
@@ -86,16 +86,19 @@ class Forward:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 
     def _refusing(self, output: Any) -> Any:
-        """Make the backward pass of a graph's output raise where autograd would have recorded the module's own."""
+        """Make the backward pass of a graph's output raise if autograd would have recorded the module's own."""
         if all(not parameter.requires_grad for parameter in self._module.parameters()):
             return output
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         try:
-            signature(output, found)
+            signature(output, tensors)
         except Unsupported:  # it contains a cache, so it is not from a graph
             return output
         name = type(self._module).__name__
-        made = (refusing(one, one, name) if one.is_floating_point() and not one.requires_grad else one for one in found)
+        made = (
+            refusing(tensor, tensor, name) if tensor.is_floating_point() and not tensor.requires_grad else tensor
+            for tensor in tensors
+        )
         return rebuilt(output, made)
 
     def clear(self) -> None:
@@ -118,18 +121,18 @@ def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable
         return error
     traceback.clear_frames(error.__traceback__)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    held = ""
+    free_memory = ""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        held = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
+        free_memory = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
     weights_bytes = sum(p.nbytes for p in module.parameters())
     said = " ".join(str(error).split())[:120]
     group: Group = module._infuse.group  # type: ignore[assignment, union-attr]
     together = group.abort("no memory left on the device")
     usable = "The engine can be used on." if together else "The process group failed: start the ranks again."
     return OutOfMemory(
-        f"{device} has no memory left for this call: {said}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
-        f"{usable} Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
-        'quantize the weights (quant="int8" or "int4")'
+        f"{device} has no memory left for this call: {said}{free_memory}; the weights take "
+        f"{weights_bytes / 1e9:.1f} GB. {usable} Give fewer rows or tokens at a time, lower max_out_tokens or "
+        'max_new_tokens, or quantize the weights (quant="int8" or "int4")'
     )

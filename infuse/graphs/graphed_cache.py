@@ -82,17 +82,17 @@ class GraphedCache(KVCache):
             return False
         if not self.even(ids.shape[0]) or self.storages()[0].device != ids.device:
             return False
-        held, limit_tokens = self.layers[0].length, self.layers[0].limit_tokens
-        if limit_tokens is not None and held >= limit_tokens:  # the eager call raises the error
+        cached_tokens, limit_tokens = self.layers[0].length, self.layers[0].limit_tokens
+        if limit_tokens is not None and cached_tokens >= limit_tokens:  # the eager call raises the error
             return False
         if positions is not None and (not isinstance(positions, Tensor) or positions.shape[-1] != 1):
             return False
-        return mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (ids.shape[0], held + 1))
+        return mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (ids.shape[0], cached_tokens + 1))
 
     def _padded(
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
-        """Return a step's arguments so that all steps have one signature: no cache, the mask padded to the capacity."""
+        """Return a step's arguments in one signature for all steps: no cache, the mask padded to the capacity."""
         inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in (*CACHE_NAMES, "attention_mask")}
         mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
         if self._takes_mask is None:

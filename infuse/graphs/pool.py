@@ -47,15 +47,15 @@ class BucketPool:
         """Return an empty bucket with room for `tokens`, an idle one if possible."""
         wanted = batch, self.capacity(tokens)
         with self._lock:
-            found = next((b for b in reversed(self.idle) if (b.batch, b.capacity_tokens) == wanted), None)
-            if found is not None:
-                self.idle.remove(found)
-        if found is None:
+            bucket = next((b for b in reversed(self.idle) if (b.batch, b.capacity_tokens) == wanted), None)
+            if bucket is not None:
+                self.idle.remove(bucket)
+        if bucket is None:
             return Bucket(
                 self.backend, wanted[1], self.limit_tokens, self.format, weights=self._weights, warn=self._warn
             )
-        found.reset()
-        return found
+        bucket.reset()
+        return bucket
 
     def give_back(self, bucket: Bucket) -> None:
         """Keep the bucket for the next call. On one rank, drop the least recently used ones beyond `limit_bytes`."""
@@ -75,7 +75,7 @@ class BucketPool:
         return larger
 
     def standing(self) -> list[tuple]:
-        """What the next call depends on besides its arguments, as far as ranks can compare it."""
+        """State that the next call depends on besides its arguments, as far as ranks can compare it."""
         with self._lock:
             idle = list(self.idle)
         return [(bucket.batch, bucket.capacity_tokens, bucket.graphs.standing()) for bucket in idle]
@@ -83,8 +83,8 @@ class BucketPool:
     def fitting(self) -> int:
         """Number of the most recent buckets that fit into `limit_bytes`."""
         with self._lock:
-            held = list(accumulate(bucket.nbytes() for bucket in reversed(self.idle)))
-        return sum(total <= self.limit_bytes for total in held)
+            totals = list(accumulate(bucket.nbytes() for bucket in reversed(self.idle)))
+        return sum(total <= self.limit_bytes for total in totals)
 
     def keep(self, latest: int) -> None:
         """Free all buckets but the `latest` most recent."""

@@ -54,26 +54,28 @@ class RankBackend:
         return result  # type: ignore[return-value]
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Capture on all ranks or raise RuntimeError on all. A capture runs nothing, so all can go on without a graph.
+        """Capture on all ranks or raise RuntimeError on all. A capture runs nothing, so all can continue without one.
 
         Raise RankError if ranks have queued different numbers of collectives.
         """
-        found, error = None, None
+        captured, error = None, None
         try:
             with self._group.recorded():
-                found = self._backend.capture(run)
+                captured = self._backend.capture(run)
         except Exception as raised:
             error = raised
         failed, alike = self._failed(error, "a capture")
         if not alike:
             raise self._group.failed(f"a capture: {_UNLIKE}") from error
         if any(failed):
-            found = None
+            captured = None
             fault = self._group.any_fault(_said(error), "the errors of a capture")
             raise RuntimeError(str(fault)) from error
-        assert found is not None
-        found[0].nbytes = max(held for (held,) in self._group.numbers([found[0].nbytes], "the memory of a graph"))
-        return found
+        assert captured is not None
+        captured[0].nbytes = max(
+            nbytes for (nbytes,) in self._group.numbers([captured[0].nbytes], "the memory of a graph")
+        )
+        return captured
 
     def _failed(self, error: Exception | None, what: str) -> tuple[list[bool], bool]:
         """Return which ranks failed, and whether the next call's collectives will pair: all queued equally many."""

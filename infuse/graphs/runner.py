@@ -25,7 +25,7 @@ from infuse.graphs.capture import Backend, Captured, backend_for, without_autoca
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 _EAGER_CALLS = 2
-_KNOWN_CALLS = 256  # limit of remembered signatures, which calls with ever new lengths would exceed
+_KNOWN_CALLS = 256  # most signatures to remember: calls with ever new lengths would add them without end
 
 
 @dataclass
@@ -41,8 +41,8 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        held = sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs))
-        return held + (self.captured.nbytes if self.captured is not None else 0)
+        tensor_bytes = sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs))
+        return tensor_bytes + (self.captured.nbytes if self.captured is not None else 0)
 
 
 class FirstError:
@@ -123,7 +123,7 @@ class GraphRunner:
             self._entries.clear()
 
     def standing(self) -> list[tuple]:
-        """What the next call depends on besides its arguments, as far as ranks can compare it."""
+        """State that the next call depends on besides its arguments, as far as ranks can compare it."""
         with self.backend.turn():
             self._look()
         return [(min(e.calls, _EAGER_CALLS), e.captured is not None, e.eager) for e in self._entries.values()]
@@ -201,17 +201,17 @@ class GraphRunner:
             return rebuilt(entry.result, iter([tensor.clone() for tensor in entry.outputs]))
 
     def _fill(self, entry: _Entry, tensors: list[Tensor]) -> None:
-        for own, given in zip(entry.inputs, tensors, strict=True):
-            own.copy_(given, non_blocking=True)
+        for static, tensor in zip(entry.inputs, tensors, strict=True):
+            static.copy_(tensor, non_blocking=True)
 
     def _evict(self, newest: _Entry) -> None:
         graphs = [(key, entry) for key, entry in self._entries.items() if entry.captured is not None]
-        held = sum(entry.nbytes for _, entry in graphs)
+        total_bytes = sum(entry.nbytes for _, entry in graphs)
         for key, entry in graphs:
-            if entry is newest or (held <= self.limit_bytes and len(graphs) <= self.limit_graphs):
+            if entry is newest or (total_bytes <= self.limit_bytes and len(graphs) <= self.limit_graphs):
                 break
             del self._entries[key]
-            graphs, held = graphs[1:], held - entry.nbytes
+            graphs, total_bytes = graphs[1:], total_bytes - entry.nbytes
 
 
 class LocalGraph(nn.Module):
@@ -248,13 +248,13 @@ class Places:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        # Found once: visiting all weights at each call would take longer than the call.
+        # Looked up once: visiting all weights at each call would take longer than the call.
         self._ends: tuple | None = None
 
     def __call__(self) -> Hashable:
         if self._ends is None:
-            held = [(owner, name, p) for owner in self._module.modules() for name, p in owner._parameters.items()]
-            owners = [(owner, name) for owner, name, p in held if p is not None]
+            parameters = [(owner, name, p) for owner in self._module.modules() for name, p in owner._parameters.items()]
+            owners = [(owner, name) for owner, name, p in parameters if p is not None]
             self._ends = (owners[0], owners[-1]) if owners else ()
         ends = [owner._parameters[name] for owner, name in self._ends]
         return (self._module.training, *((p.data_ptr(), p.dtype, p.device) for p in ends if p is not None))

@@ -131,9 +131,9 @@ def _with_sink_key(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
     sinks: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Attention with sinks by PyTorch's function, which has none: their scores are those of a first key of value zero.
+    """Attention with sinks by PyTorch's function: prepend a key of value zero whose score is the sink.
 
-    Two more columns give that score, as a sum that is exact in 16 bits too; they are zero in all other keys.
+    Two extra columns make up that score, as a sum that is exact in 16 bits too; they are zero in all other keys.
     """
     tokens, width = q.shape[2:]
     if window or mask is not None or bias is not None or (causal and 1 < tokens < k.shape[2]):
@@ -151,7 +151,7 @@ def _with_sink_key(
     q[..., -1] = scores.to(q.dtype).view(1, -1, 1)
     q[..., -2] = (scores - scores.to(q.dtype).float()).to(q.dtype).view(1, -1, 1)
     k[:, :, 0, -2:] = 1.0
-    # A first query, which is dropped, keeps query and key of a token at the same place: SDPA's causal order needs it.
+    # Prepend a query too, dropped later: SDPA's causal order needs a token's query and key at the same index.
     return _attention_torch(q, k, v, mask, None, scale, causal, 0, 0.0)[:, first:, :, :width]
 
 

@@ -28,8 +28,8 @@ HELD: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
-    return None if device.kind == "cpu" and dtype == held else ""  # "": not worth reporting
+def _needs(weight_dtype: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
+    return None if device.kind == "cpu" and dtype == weight_dtype else ""  # "": not worth reporting
 
 
 def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | None:
@@ -41,7 +41,7 @@ def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | No
 
 
 def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
-    """The same from parts of the rows, in order. Unchecked: from float32 and bfloat16 the codes can be recovered."""
+    """Like `_values`, from parts of the rows, in order; unchecked, as float32 and bfloat16 keep the codes."""
     values, others, first = memory.empty(shape, dtype), [], 0
     for part in parts:
         values[first : first + part.shape[0]] = part.format.dequantize(part, dtype)
@@ -66,10 +66,10 @@ def _declined(format: QuantFormat, inputs: int) -> str | None:
     return None if format.has_nearest else f"{format}: its codes cannot be found again from values"
 
 
-def _linear(x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, *given: Any) -> Tensor:
-    """`given`: outputs, inputs and format, then the fields of Fusion."""
+def _linear(x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, *arguments: Any) -> Tensor:
+    """`arguments`: outputs, inputs and format, then the fields of Fusion."""
     values = buffers[0]
-    return linear.reference(x, values if values.dtype is x.dtype else values.to(x.dtype), bias, *given[3:])
+    return linear.reference(x, values if values.dtype is x.dtype else values.to(x.dtype), bias, *arguments[3:])
 
 
 def _embedding(

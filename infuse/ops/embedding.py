@@ -26,15 +26,15 @@ def quantized_embedding(
 
 
 @quantized_embedding.fake
-def _fake(index: Tensor, buffers: Sequence[Tensor], *given: Any) -> Tensor:
-    (width, _, dtype) = given[-3:]
+def _fake(index: Tensor, buffers: Sequence[Tensor], *arguments: Any) -> Tensor:
+    (width, _, dtype) = arguments[-3:]
     return buffers[0].new_empty(*index.shape, width, dtype=dtype)
 
 
 @quantized_embedding.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for text in ("int8", "int4:32:asymmetric", "fp8", "fp6:32", "int8:f16"):
-        held = quant_format(text).quantize(torch.randn(33, 64, device=device))
+        table = quant_format(text).quantize(torch.randn(33, 64, device=device))
         for shape in ((), (1,), (2, 3), (0,)):
             index = torch.randint(33, shape, device=device)
-            yield Case(f"{text} {shape}", (index, [*held.tensors.values()], 33, 64, text, dtype))
+            yield Case(f"{text} {shape}", (index, [*table.tensors.values()], 33, 64, text, dtype))

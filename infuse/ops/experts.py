@@ -1,4 +1,4 @@
-"""A mixture's experts: each token's hidden state through the experts that a router chose, weighed and summed.
+"""Mixture of experts: run each token through the experts that a router chose, and sum their weighted outputs.
 
 There are two ops, for plain and for quantized weights. All experts of a layer are one tall matrix each: `up` is
 [E * U, H], where an expert's U rows are [gate | up] if gated, and `down` is [E * H, I]. Whole experts are runs of rows.
@@ -93,7 +93,7 @@ Product = Callable[[slice, Tensor], Tensor]  # (an expert's rows of the tall mat
 def _summed(
     routed: tuple[Tensor, Tensor, Tensor], rows: tuple[int, int], products: tuple[Product, Product], gate: ExpertGate
 ) -> Tensor:
-    """Run each expert on its tokens and sum what they give. `rows`: of all of `up`, and the number of experts."""
+    """Run each expert on its tokens and sum the outputs. `rows`: of all of `up`, and the number of experts."""
     (x_TH, index_TK, weights_TK), (up, down), (up_rows, count) = routed, products, rows
     width, expert_TK = x_TH.shape[1], index_TK - gate.first
     here_TK = (expert_TK >= 0) & (expert_TK < count)
@@ -107,12 +107,12 @@ def _summed(
 
 
 @experts.fake
-def _fake(x: Tensor, *given: Any) -> Tensor:
+def _fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @quantized_experts.fake
-def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
+def _quantized_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -183,5 +183,5 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
         for sizes in fitting[i % 2 :: 2]:
             up, down = (quant_format(text).quantize(matrix) for matrix in _matrices(sizes, device))
             for label, routed, (up_bias, down_bias), gate in _routed(dtype, device, sizes):
-                held = ([*up.tensors.values()], up_bias, [*down.tensors.values()], down_bias)
-                yield Case(f"{text} {label}", (*routed, *held, sizes[4], text, text, *gate))
+                matrices = ([*up.tensors.values()], up_bias, [*down.tensors.values()], down_bias)
+                yield Case(f"{text} {label}", (*routed, *matrices, sizes[4], text, text, *gate))

@@ -42,7 +42,7 @@ def joined_heads(
 def _normed(x_BTND: Tensor, q: Tensor | None, k: Tensor | None, eps: float) -> Tensor:
     """x in float32 with its queries and keys normalised."""
     three = zip(x_BTND.float().chunk(3, dim=2), (q, k, None), strict=True)
-    return torch.cat([one if w is None else rms_norm.reference(one, w, eps, 0.0) for one, w in three], dim=2)
+    return torch.cat([heads if w is None else rms_norm.reference(heads, w, eps, 0.0) for heads, w in three], dim=2)
 
 
 @joined_heads.fake
@@ -63,11 +63,11 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
         angles = torch.rand(first + second, width // 2, device=device).repeat_interleave(2, dim=1) * 6.28
         cos_sin = angles.cos(), angles.sin()
-        one, other = made(batch, first, 3 * heads, width), made(batch, second, 3 * heads, width)
+        qkv, other_qkv = made(batch, first, 3 * heads, width), made(batch, second, 3 * heads, width)
         weights = [made(width) for _ in range(4)]
         label = f"{batch}x({first}+{second})x{heads}x{width}"
-        yield Case(f"{label} normed turned", (one, other, *weights, *cos_sin, 1e-6))
-        yield Case(f"{label} bare", (one, other, None, None, None, None, None, None, 1e-6))
-        yield Case(f"{label} one key norm", (one, other, None, weights[1], None, None, *cos_sin, 1e-6))
+        yield Case(f"{label} normed turned", (qkv, other_qkv, *weights, *cos_sin, 1e-6))
+        yield Case(f"{label} bare", (qkv, other_qkv, None, None, None, None, None, None, 1e-6))
+        yield Case(f"{label} one key norm", (qkv, other_qkv, None, weights[1], None, None, *cos_sin, 1e-6))
         if not second:
-            yield Case(f"{label} alone", (one, None, *weights[:2], None, None, *cos_sin, 1e-6))
+            yield Case(f"{label} alone", (qkv, None, *weights[:2], None, None, *cos_sin, 1e-6))

@@ -101,8 +101,8 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -
 
 
 @quantized_linear.fake
-def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], Fusion(*given[5:]).outputs(given[2]))
+def _quantized_fake(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], Fusion(*arguments[5:]).outputs(arguments[2]))
 
 
 # Rows, inputs, outputs; norm, its weight and bias, offset; activation, gated; bias, residual.
@@ -162,6 +162,6 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
     )  # fmt: skip
     for i, text in enumerate(texts):
         for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
-            held = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)
-            args = (x, [*held.tensors.values()], bias, outputs, inputs, text, *around)
+            weight = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)
+            args = (x, [*weight.tensors.values()], bias, outputs, inputs, text, *around)
             yield Case(f"{text} {label}", args)

@@ -90,15 +90,15 @@ def _layer_norm_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
 
 
 @add_rms_norm.implement("torch")
-def _add_rms_norm_torch(x: Tensor, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_torch(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, _rms_norm_torch(total, *given)
+    return total, _rms_norm_torch(total, *arguments)
 
 
 @add_layer_norm.implement("torch")
-def _add_layer_norm_torch(x: Tensor, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+def _add_layer_norm_torch(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, _layer_norm_torch(total, *given)
+    return total, _layer_norm_torch(total, *arguments)
 
 
 @rms_norm.fake
@@ -143,8 +143,8 @@ def _layer_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _after_addition(cases: CaseMaker) -> CaseMaker:
     def made(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for case in cases(dtype, device):
-            x, *given = case.args
-            yield Case(case.label, (x, torch.randn_like(x), *given))
+            x, *arguments = case.args
+            yield Case(case.label, (x, torch.randn_like(x), *arguments))
 
     return made
 

@@ -128,13 +128,13 @@ class Bound:
 
 
 def _mixed_dtypes(error: Exception, args: Sequence[Any]) -> str:
-    """What to do about an error that comes of an input in another dtype than a matrix; empty if it does not."""
-    given = [arg.dtype for arg in args if isinstance(arg, Tensor) and arg.dim() > 1 and arg.is_floating_point()]
-    others = [dtype for dtype in given if dtype is not given[0]]
+    """Explain an error that comes from an input in another dtype than the weights; empty for other errors."""
+    dtypes = [arg.dtype for arg in args if isinstance(arg, Tensor) and arg.dim() > 1 and arg.is_floating_point()]
+    others = [dtype for dtype in dtypes if dtype is not dtypes[0]]
     if not others or "dtype" not in str(error):
         return ""
     return (
-        f"its input is in {given[0]} and its weights are in {others[0]}; give inputs_embeds and other inputs in the "
+        f"its input is in {dtypes[0]} and its weights are in {others[0]}; give inputs_embeds and other inputs in the "
         "dtype of the model"
     )
 
@@ -170,10 +170,10 @@ class Op:
         """The body for layers; graphs can be traced through it."""
         return Bound(self.name, name)
 
-    def run(self, *given: Any, body: str) -> Any:
+    def run(self, *args: Any, body: str) -> Any:
         """Run a body as the registered op. Results are contiguous and never views of an argument."""
-        results = self.bodies[body].function(*given)
-        tensors = [one for arg in given for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        results = self.bodies[body].function(*args)
+        tensors = [tensor for arg in args for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         if isinstance(results, (tuple, list)):
             return type(results)(_own(result, tensors) for result in results)
         return _own(results, tensors)
@@ -277,12 +277,12 @@ def _runnable(op: str, name: str) -> Body:
     return body
 
 
-def _own(result: Tensor | None, given: Iterable[Any]) -> Tensor | None:
-    """`result`, contiguous and sharing its storage with none of the tensors that were `given`."""
+def _own(result: Tensor | None, arguments: Iterable[Any]) -> Tensor | None:
+    """Return `result` contiguous, in storage that it shares with none of the `arguments`."""
     if result is None:
         return None
     storage = result.untyped_storage().data_ptr()
-    if any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == storage for arg in given):
+    if any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == storage for arg in arguments):
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()
 

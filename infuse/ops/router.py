@@ -1,4 +1,4 @@
-"""A mixture's router: choose and weigh each token's experts, by the original's operations in its order.
+"""Router of a mixture: choose and weigh each token's experts by the original's operations, in their order.
 
 Suffixes: T tokens, H hidden width, E experts, K experts of a token, G groups.
 """
@@ -117,8 +117,8 @@ def sparse_mixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 @router.fake
-def _fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return router.reference(*given)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return router.reference(*arguments)
 
 
 # Tokens, experts, hidden width, bias, correction, rule. More rules and dtypes: tests/ops/cpu/test_router.py.

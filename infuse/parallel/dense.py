@@ -1,4 +1,4 @@
-"""The ranks that slice the layers without experts, where each slice is on several ranks that have other experts."""
+"""Group of the ranks that slice layers without experts, where several ranks hold copies of each slice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from infuse.parallel.mesh import Mesh
 
 
 class DenseGroup(Group):
-    """`mesh.tp` ranks that add up and gather through the group of all ranks, to which copies of a slice bring nothing.
+    """`mesh.tp` ranks that sum and gather through the group of all ranks; copies of a slice contribute nothing.
 
-    So there is one group, in which all ranks run the same collectives and errors give each rank its one number.
+    With a single group, all ranks run the same collectives, and a rank has one number in all errors.
     """
 
     def __init__(self, ranks: Group, mesh: Mesh):
@@ -32,7 +32,7 @@ class DenseGroup(Group):
 
 
 def with_dense(group: Group, mesh: Mesh) -> Group:
-    """`group`, whose `dense` is now the group of the ranks of `mesh` that slice layers without experts."""
+    """Return `group` after setting its `dense` group: the ranks of `mesh` that slice layers without experts."""
     if mesh.tp == 1:
         group.make_dense = lambda ranks: LOCAL
     elif group.size != mesh.tp:

@@ -31,7 +31,7 @@ GONE_S = 0.5  # a process may end this long after its connections
 
 
 def described(what: str, operation: str, dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """A collective in words; the same on all ranks."""
+    """Describe a collective in words, the same on all ranks."""
     return f"{what} ({operation} of {str(dtype)[6:]} {list(shape)})"
 
 
@@ -158,9 +158,9 @@ class Distributed:
         self._wait(lambda: dist.all_gather(rows, self._mine, group=self._group, async_op=True), text)
         theirs = []
         for rank, row in enumerate(rows):
-            found = bytes(row[:HEAD_BYTES].numpy())
-            if found[:SUM_BYTES] != head[:SUM_BYTES]:
-                theirs.append(f"rank {rank} {found[SUM_BYTES:].rstrip(bytes(1)).decode(errors='replace')}")
+            message = bytes(row[:HEAD_BYTES].numpy())
+            if message[:SUM_BYTES] != head[:SUM_BYTES]:
+                theirs.append(f"rank {rank} {message[SUM_BYTES:].rstrip(bytes(1)).decode(errors='replace')}")
         if theirs:
             raise RankError(f"rank {self.rank} of {self.size} runs {text}, but {'; '.join(theirs)}")
         return self._all[:, HEAD_BYTES:] if most_bytes <= SMALL_BYTES else None
@@ -197,7 +197,7 @@ class Distributed:
             raise RankError(f"{where}: {self._reason(error, what)}") from error
 
     def _absent(self, what: str, gave_up: int | None) -> str:
-        """Who did not come in time; `gave_up` is the rank that stopped waiting first."""
+        """Name the ranks that did not come in time; `gave_up` is the rank that stopped waiting first."""
         absent, waiting = self._heartbeat.give_up(self._number, what)
         limit = f"within {self.timeout_s:g} s" if gave_up is None else f"before rank {gave_up} gave up"
         if self._heartbeat.store_failure:
@@ -207,7 +207,7 @@ class Distributed:
         return f"all ranks came, but it did not end {limit}; {waiting}"
 
     def _reason(self, error: RuntimeError, what: str) -> str:
-        """An error of the backend, explained by ended processes or the other ranks' heartbeats."""
+        """Explain an error of the backend by ended processes or the other ranks' heartbeats."""
         text = str(error).strip().partition("\n")[0]
         until = time.monotonic() + GONE_S
         while self.peers and time.monotonic() < until:

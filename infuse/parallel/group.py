@@ -110,18 +110,20 @@ class Group:
         return self.all_gather(row, [1] * self.size, 0, what).tolist()
 
     def check_same(self, values: Mapping[str, int | str], what: str, extra: Sequence[int] = ()) -> list[list[int]]:
-        """Raise RankError if a rank has other `values` (compared by checksum) than rank 0: it names the first one.
+        """Raise RankError, naming the first difference, if a rank's `values` (by checksum) differ from rank 0's.
 
-        All is one exchange, `what`. The `extra` numbers travel along; returns each rank's.
+        This is one exchange, `what`. The `extra` numbers travel along; return each rank's.
         """
         mine = [zlib.crc32(value.encode()) if isinstance(value, str) else value for value in values.values()]
         rows = self.numbers([*mine, *extra], what)
         for number, name in enumerate(values):
             others = [rank for rank, row in enumerate(rows) if row[number] != rows[0][number]]
             if others:
-                found = f"{names(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0"
+                difference = f"{names(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0"
                 order = ", in the same order: several threads call the model here" if self._threads_met else ""
-                raise RankError(f"rank {self.rank} of {self.size}: {name}: {found}; give all ranks the same{order}")
+                raise RankError(
+                    f"rank {self.rank} of {self.size}: {name}: {difference}; give all ranks the same{order}"
+                )
         return [row[len(mine) :] for row in rows]
 
     # -- calls from several threads
@@ -138,7 +140,7 @@ class Group:
                 self._turn.release()
 
     def begin_forward(self) -> None:
-        """The same for a call that ends in `end_forward`, if its hooks run."""
+        """Like `call`, for a call that ends in `end_forward`, if its hooks run."""
         self.end_forward()  # of a call that was interrupted, whose hooks did not run
         self._take_turn()
         self._thread.in_forward = True
@@ -156,7 +158,7 @@ class Group:
     # -- failures
 
     def any_fault(self, fault: str | None, what: str) -> str | None:
-        """The faults of all ranks in one text, the same on each: "rank 1: no such file". None if no rank has one."""
+        """Join all ranks' faults in one text, the same on each: "rank 1: no such file". None if no rank has one."""
         if self.size == 1:
             return fault
         failure = "" if fault is None else f"failed in {what}: {fault}"
@@ -184,7 +186,7 @@ class Group:
     def abort(self, why: str) -> bool:
         """Abort the collective that the other ranks wait in with RankError. True if all ranks abort for one reason.
 
-        Ranks that wait for NCCL on the device do not hear of it.
+        Ranks that wait for NCCL on the device are not notified.
         """
         if self.size == 1 or self._failure:
             return self.size == 1
@@ -207,7 +209,7 @@ class Group:
     # -- graphs
 
     def why_not_captured(self, device: torch.device) -> str:
-        """Why a graph cannot hold collectives on that device's tensors; empty if it can."""
+        """Return why a graph cannot hold collectives on that device's tensors; empty if it can."""
         if self.distributed is None:
             return ""
         if not self.distributed.nccl or device.type != "cuda":
@@ -227,7 +229,7 @@ class Group:
             self._failure = before
 
     def queued(self) -> int:
-        """How many collectives were queued on the device so far; ranks with other counts are in different places."""
+        """Number of collectives queued on the device so far; ranks with different counts are in different places."""
         return self.distributed.queued if self.distributed else 0
 
     def share_random_state(self) -> None:
@@ -317,7 +319,7 @@ def make_group(
 
 
 def _with_shared_memory(group: Group, distributed: Distributed, peers: Peers, timeout_s: float) -> Group:
-    """The group with memory that rank 0 creates and all map, or without it if that fails. Leaves no file behind."""
+    """Make the group with memory that rank 0 creates and all map, or without it on failure. Leaves no file behind."""
     path, region, fault = None, None, None
     try:
         if group.rank == 0:

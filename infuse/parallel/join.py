@@ -19,7 +19,7 @@ _SLICES, _EXPERTS = "tensor_parallel.tp_group", "moe.ep_group"
 
 @dataclass(frozen=True)
 class AskedRanks:
-    """What a configuration says of ranks: numbers, or torch.distributed groups and a Megatron-like `mpu`, or None.
+    """The ranks that a configuration asks for: numbers, or torch.distributed groups and a Megatron-like `mpu`.
 
     The ranks of `tp_group` or `ep_mp_group` slice each layer and the width of each expert, those of `ep_group` have
     whole experts.
@@ -34,8 +34,8 @@ class AskedRanks:
 
     @property
     def slices(self) -> bool:
-        """Whether more ranks than one may slice the layers."""
-        return self.tp_size > 1 or any(given is not None for given in (self.mpu, self.tp_group, self.ep_mp_group))
+        """Whether more than one rank may slice the layers."""
+        return self.tp_size > 1 or any(group is not None for group in (self.mpu, self.tp_group, self.ep_mp_group))
 
     @property
     def slicing(self) -> Any:
@@ -96,8 +96,8 @@ def _neighbours(asked: AskedRanks, device: torch.device) -> tuple[Mesh, Any]:
         raise ConfigError(f"{key}: this PyTorch is built without torch.distributed")
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            found = asked.ep_size if asked.ep_size > 1 else asked.tp_size
-            raise ConfigError(f"{key}: found {found}, but this process is alone; {_start(size)}")
+            asked_size = asked.ep_size if asked.ep_size > 1 else asked.tp_size
+            raise ConfigError(f"{key}: found {asked_size}, but this process is alone; {_start(size)}")
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     mesh = asked.mesh(world)
@@ -139,7 +139,7 @@ def _given(asked: AskedRanks, timeout_s: float) -> tuple[Mesh, Any]:
 
 
 def _crossing(mine: list[int], experts: Any, timeout_s: float) -> tuple[Mesh, Any]:
-    """The mesh and a new group of ranks in a grid, of which this rank has one line, `mine`, and `experts` the other."""
+    """Return the mesh and a new group of a grid of ranks. `mine` is this rank's line, `experts` the crossing one."""
     others = make_group(experts, timeout_s=timeout_s, shared_memory=False)
     grid = others.numbers(mine, "exchange of the ranks that slice each expert")
     members = sorted(rank for line in grid for rank in line)
@@ -168,10 +168,10 @@ def _check_ep_mp_group(asked: AskedRanks, slicing: list[int]) -> None:
     """ConfigError if both groups for slices are given and have different ranks."""
     if asked.ep_mp_group is None:
         return
-    found = dist.get_process_group_ranks(asked.ep_mp_group)
-    if found != slicing:
+    ranks = dist.get_process_group_ranks(asked.ep_mp_group)
+    if ranks != slicing:
         raise ConfigError(
-            f"moe.ep_mp_group: has ranks {found}, tensor_parallel.tp_group has {slicing}: the same ranks slice layers "
+            f"moe.ep_mp_group: has ranks {ranks}, tensor_parallel.tp_group has {slicing}: the same ranks slice layers "
             "and experts; give one of them"
         )
 

@@ -1,4 +1,4 @@
-"""Which ranks of a group are still there: which processes have ended, and which ranks wait where.
+"""Track the ranks of a group: which processes have ended, and where the other ranks wait.
 
 torch.distributed.monitored_barrier is no substitute: it names the absent on rank 0 alone, and blames ranks that are
 late.
@@ -144,9 +144,9 @@ class Heartbeat:
         return gave_up
 
     def give_up(self, number: int, what: str) -> tuple[list[int], str]:
-        """Stop waiting: returns the ranks that wait nowhere, and says where the others wait.
+        """Stop waiting. Return the ranks that are not waiting, and a text that says where the others wait.
 
-        Nothing is known if `store_failure` is set.
+        Both are empty if `store_failure` is set.
         """
         first = self._ask(lambda: self._write(Note(GAVE_UP, number, what)))
         before = self._ask(self._read) or {}
@@ -182,7 +182,7 @@ class Heartbeat:
         return {rank: Note(**json.loads(self._store.get(str(rank)))) for rank in written}
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer, or None and `store_failure`. A thread asks: an unreachable store may block."""
+        """Return the store's answer, or None and set `store_failure`. A thread asks, because the store may block."""
         answers: list[T] = []
         errors: list[str] = []
 

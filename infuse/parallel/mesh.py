@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Mesh:
-    """`tp` ranks slice each layer, and the width of every expert; `ep` ranks have whole experts. Both together do both.
+    """`tp` ranks slice each layer and the width of every expert; `ep` ranks hold whole experts. Both can combine.
 
     tp * ep ranks hold the model. Neighbours have other experts of the same slice, or, if `tp_first`, other slices of
     the same experts. If `within`, tp ranks hold the model: `ep` of them have the experts, each sliced tp / ep times.
@@ -34,12 +34,12 @@ class Mesh:
 
     @property
     def slices(self) -> int:
-        """How many ranks slice the width of each expert."""
+        """Number of ranks that slice the width of each expert."""
         return self.tp // self.ep if self.within else self.tp
 
     @property
     def slice_rank(self) -> int:
-        """Which slice of its experts this rank has."""
+        """Index of this rank's slice of its experts."""
         return self.tp_rank // self.ep if self.within else self.tp_rank
 
     @property

@@ -34,10 +34,10 @@ ABSENT, DIFFERENT = 1, 2  # of shared_states
 
 
 def why_not(size: int) -> str | None:
-    """Why this process cannot share memory with `size` ranks, or None."""
-    found = kernels()
-    if isinstance(found, str):
-        return found
+    """Return why this process cannot share memory with `size` ranks; None if it can."""
+    library = kernels()
+    if isinstance(library, str):
+        return library
     if size > MOST_RANKS:
         return f"{size} ranks: at most {MOST_RANKS} can share memory"
     return None if FOLDER.is_dir() else f"no {FOLDER}"
@@ -85,11 +85,11 @@ class SharedMemory:
     def __init__(self, region: Tensor, rank: int, size: int, *, peers: Peers, timeout_s: float):
         self.rank, self.size = rank, size
         self._region, self._peers, self.timeout_s = region, peers, timeout_s
-        found = kernels()
-        self._sum, self._gather = found.shared_all_reduce.default, found.shared_all_gather.default
-        self._broadcast = found.shared_broadcast.default
+        library = kernels()
+        self._sum, self._gather = library.shared_all_reduce.default, library.shared_all_gather.default
+        self._broadcast = library.shared_broadcast.default
         self._tags: dict[str, int] = {}
-        weakref.finalize(self, found.shared_leave, region, rank, "it dropped the group")
+        weakref.finalize(self, library.shared_leave, region, rank, "it dropped the group")
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
         """The sum over ranks, in place, added in rank order; 16-bit types are added in float32 and rounded once."""
@@ -135,26 +135,26 @@ class SharedMemory:
             raise RankError(f"rank {self.rank} of {self.size} {runs}, but {self._others_words()}")
 
     def _check_others(self, what: str, deadline: Deadline) -> None:
-        """Raise RankError if a rank that has not come never will, or the deadline is over."""
-        found, where = kernels(), f"rank {self.rank} of {self.size}, {what}"
+        """Raise RankError if a missing rank has ended or left the group, or the deadline is over."""
+        library, where = kernels(), f"rank {self.rank} of {self.size}, {what}"
         ended = self._peers.ended()  # before the states: a rank may come and then end
-        absent = [rank for rank, state in enumerate(found.shared_states(self._region, self.rank)) if state == ABSENT]
+        absent = [rank for rank, state in enumerate(library.shared_states(self._region, self.rank)) if state == ABSENT]
         gone = [rank for rank in ended if rank in absent]
         if gone:
             raise RankError(f"{where}: the process of {names(gone)} has ended")
         for rank in absent:
-            reason = found.shared_last_words(self._region, rank)
+            reason = library.shared_last_words(self._region, rank)
             if reason:
                 raise RankError(f"{where}: rank {rank} left the group: {reason}")
         if absent and deadline.is_over():
             raise RankError(f"{where}: {names(absent)} did not come within {self.timeout_s:g} s, though still running")
 
     def _others_words(self) -> str:
-        """What the ranks in another collective say of it, each when it sees the difference itself."""
-        found, until, theirs = kernels(), time.monotonic() + REASON_S, []
-        for rank, state in enumerate(found.shared_states(self._region, self.rank)):
+        """Ask each rank in another collective which one it runs. A rank answers once it sees the difference itself."""
+        library, until, theirs = kernels(), time.monotonic() + REASON_S, []
+        for rank, state in enumerate(library.shared_states(self._region, self.rank)):
             if state == DIFFERENT:
-                while not (words := found.shared_last_words(self._region, rank)) and time.monotonic() < until:
+                while not (words := library.shared_last_words(self._region, rank)) and time.monotonic() < until:
                     time.sleep(0.001)
                 theirs.append(f"rank {rank} {words or 'runs something else'}")
         return "; ".join(theirs)

@@ -1,6 +1,6 @@
-"""Intervals along one axis of a matrix: which part each rank has, where it lies in the whole, and the whole from parts.
+"""Intervals along one axis of a matrix: each rank's part, its place in the whole, and the whole from the parts.
 
-Pure numbers, for any number of ranks, also where they do not divide what they share.
+Pure numbers, for any number of ranks, including those that do not divide the axis.
 
 column  splits the outputs of a matrix (q, k, v, gate, up): no rank needs another's part.
 row     splits the inputs (attention's out, the MLP's down): ranks add up what they get.
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Positions start to stop of one of several sources: of a tensor, or of what a rank has."""
+    """Positions start to stop of one source: a tensor, or a rank's part."""
 
     source: int
     start: int
@@ -64,23 +64,23 @@ class Tiling:
         return total(self.parts[rank])
 
     def spans(self, first: int = 0) -> tuple[Span, ...]:
-        """What makes up the whole. Of ranks that have the same, `first` is taken, then the lowest.
+        """Return the spans that make up the whole. Where ranks overlap, prefer `first`, then the lowest.
 
-        ValueError: no rank has a position.
+        Raise ValueError if no rank has a position.
         """
         spans: list[Span] = []
         at = 0
         while at < self.length:
-            found = next((span for rank in (first, *range(len(self.parts))) if (span := self._from(rank, at))), None)
-            if found is None:
+            piece = next((span for rank in (first, *range(len(self.parts))) if (span := self._from(rank, at))), None)
+            if piece is None:
                 raise ValueError(f"position {at} of {self.length} is on no rank")
-            stop = min([at + found.length, *(start for start, _ in self.parts[first] if start > at)])
-            spans.append(Span(found.source, found.start, found.start + stop - at))
+            stop = min([at + piece.length, *(start for start, _ in self.parts[first] if start > at)])
+            spans.append(Span(piece.source, piece.start, piece.start + stop - at))
             at = stop
         return tuple(spans)
 
     def _from(self, rank: int, at: int) -> Span | None:
-        """What `rank` has from position `at` of the whole on, up to the end of that range."""
+        """Return the part of `rank` from position `at` of the whole to the end of that range."""
         before = 0
         for start, stop in self.parts[rank]:
             if start <= at < stop:
@@ -98,10 +98,10 @@ class Band:
 
 
 def bands_of(cuts: Sequence[Cut | None]) -> tuple[Band, ...]:
-    """The bands of a tensor, by the parts that ranks have, None for a rank without one. Several only if ranks share
-    its rows as well as its inputs.
+    """Return the bands of a tensor from each rank's part (None: no part).
 
-    ValueError: the parts make up no tensor.
+    There are several only if ranks split its rows as well as its inputs. Raise ValueError if the parts do not make up
+    a tensor.
     """
     there = [cut for cut in cuts if cut is not None]
     if len({(cut.axis, cut.whole_length, cut.rows is None) for cut in there}) != 1:
@@ -118,18 +118,18 @@ def bands_of(cuts: Sequence[Cut | None]) -> tuple[Band, ...]:
 
 
 def are_along(bands: Sequence[Band], cut: Cut) -> bool:
-    """True if ranks share the tensor along the axis of `cut` alone, or not at all, so that ranges make up the part."""
+    """True if ranks split the tensor along the axis of `cut` alone, or not at all, so that ranges describe the part."""
     return not bands or (cut.rows is None and bands[0].rows is None and bands[0].tiling.axis == cut.axis)
 
 
 def total(ranges: Iterable[Range]) -> int:
-    """How many positions these are."""
+    """Return the number of positions."""
     return sum(stop - start for start, stop in ranges)
 
 
 def taken(spans: Sequence[Span], ranges: Iterable[Range]) -> list[Span]:
-    """The spans that make up `ranges` of what `spans` make up; neighbours in a source as one."""
-    found: list[Span] = []
+    """Return the spans of `ranges` in the concatenation of `spans`, merging neighbours in a source."""
+    pieces: list[Span] = []
     for start, stop in ranges:
         at = 0
         for span in spans:
@@ -137,10 +137,10 @@ def taken(spans: Sequence[Span], ranges: Iterable[Range]) -> list[Span]:
             at += span.length
             if first >= last:
                 continue
-            if found and (found[-1].source, found[-1].stop) == (span.source, first):
-                first = found.pop().start
-            found.append(Span(span.source, first, last))
-    return found
+            if pieces and (pieces[-1].source, pieces[-1].stop) == (span.source, first):
+                first = pieces.pop().start
+            pieces.append(Span(span.source, first, last))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class HeadShare:
 
 
 def split(total: int, size: int, *, grain: int = 1, multiple: int = 1) -> tuple[Range, ...]:
-    """Neighbouring ranges of `total` for `size` ranks, as even as they can be in steps of `grain`.
+    """Split `total` into neighbouring ranges for `size` ranks, as even as possible in steps of `grain`.
 
-    Where the grain does not divide, or gives a rank nothing, it is halved as often as needed; `multiple` (the group of
+    If the grain does not divide, or gives a rank nothing, it is halved as often as needed; `multiple` (the group of
     a number format) is kept as long as it divides.
     """
     unit = next(unit for unit in _units(grain, multiple) if total % unit == 0 and (total // unit >= size or unit == 1))

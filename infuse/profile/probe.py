@@ -47,11 +47,11 @@ class MemoryReader:
         self._values = empty((size_bytes // 4,), dtype=torch.float32, device=self.device).fill_(1)
         self.size_bytes = self._values.nbytes
         self._read: Callable[[Tensor], object] = torch.sum
-        self.name, found = "torch.sum", kernels() if self.device.type == "cpu" else ""
-        if not isinstance(found, str):
-            self._read, self.name = found.read_bytes.default, f"read_bytes ({isa()})"
-        elif found:
-            self.name = f"torch.sum ({found})"
+        self.name, library = "torch.sum", kernels() if self.device.type == "cpu" else ""
+        if not isinstance(library, str):
+            self._read, self.name = library.read_bytes.default, f"read_bytes ({isa()})"
+        elif library:
+            self.name = f"torch.sum ({library})"
 
     def __call__(self) -> None:
         """Read it once."""
@@ -88,14 +88,14 @@ def instruction_rates(*, repeats: int = 5, rounds: int = _ROUNDS) -> dict[str, f
 
     Only those that the kernels' instruction set has; empty without kernels.
     """
-    found = kernels()
-    if isinstance(found, str):
+    library = kernels()
+    if isinstance(library, str):
         return {}
     rates = {}
     for number, name in enumerate(INSTRUCTIONS):
-        if not (operations := found.multiply_registers.default(number, 1)):
+        if not (operations := library.multiply_registers.default(number, 1)):
             continue
-        run = partial(found.multiply_registers.default, number, rounds)
+        run = partial(library.multiply_registers.default, number, rounds)
         rates[name] = operations * rounds / min(_seconds(run, torch.device("cpu"), repeats))
     return rates
 

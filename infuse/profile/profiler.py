@@ -115,8 +115,8 @@ class Profile:
         if self._stack:
             self._stack[-1][1] += spent
         else:
-            given = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-            shape = given.shape if isinstance(given, Tensor) and given.dim() > 1 else (1, 1)
+            inputs = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+            shape = inputs.shape if isinstance(inputs, Tensor) and inputs.dim() > 1 else (1, 1)
             self._steps.append((shape[0], shape[1], spent))
 
     def _clock(self) -> float:
@@ -148,27 +148,27 @@ class Profile:
     def _ops(self) -> list[dict[str, Any]]:
         spent = f"self_{'device' if self._device.type == 'cuda' else 'cpu'}_time_total"  # microseconds
         events = [event for event in self._profiler.key_averages() if getattr(event, spent) > 0]
-        rows = [{"op": one.key, "calls": one.count, "seconds": getattr(one, spent) / 1e6} for one in events]
+        rows = [{"op": event.key, "calls": event.count, "seconds": getattr(event, spent) / 1e6} for event in events]
         return sorted(rows, key=lambda row: -row["seconds"])
 
     def table(self, rows: int = 12) -> Table:
         """The report as a rich table, with the `rows` slowest modules and ops."""
-        found = self.as_dict()
-        table = Table(title=f"{found['forwards']} forwards in {found['seconds']:.3f} s")
+        figures = self.as_dict()
+        table = Table(title=f"{figures['forwards']} forwards in {figures['seconds']:.3f} s")
         for column in ("", "calls", "ms", "share"):
             table.add_column(column, justify="left" if not column else "right")
         for title, key, name in (("by module (own time)", "modules", "kind"), ("by op (own time)", "ops", "op")):
-            total = sum(row["seconds"] for row in found[key]) or 1.0
+            total = sum(row["seconds"] for row in figures[key]) or 1.0
             table.add_row(f"[bold]{title}[/bold]")
-            for row in found[key][:rows]:
+            for row in figures[key][:rows]:
                 seconds = row["seconds"]
                 table.add_row(row[name], str(row["calls"]), f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}")
         for kind in ("prefill", "decode"):
-            if rate := found[f"{kind}_tokens_per_second"]:
+            if rate := figures[f"{kind}_tokens_per_second"]:
                 table.add_row(f"{kind} tokens/s", "", f"{rate:,.1f}")
-        if share := found["share_of_bandwidth"]:
+        if share := figures["share_of_bandwidth"]:
             label = "weights read, GB/s, of the probed read bandwidth"
-            table.add_row(label, "", f"{found['read_bytes_per_second'] / 1e9:.2f}", f"{share:.1%}")
+            table.add_row(label, "", f"{figures['read_bytes_per_second'] / 1e9:.2f}", f"{share:.1%}")
         return table
 
     def save_trace(self, path: str | Path) -> None:

@@ -36,19 +36,22 @@ def split_parts(
     shapes = {path: shape for path, shape in linears(module) if path}
     chains = [LayerChain(chain.columns, chain.rows, module, shapes, config) for chain in roles.chains]
     choices = [chain.interpretations() for chain in chains]
-    if wrong := [chain.misfit() for chain, found in zip(chains, choices, strict=True) if not found]:
+    if wrong := [chain.misfit() for chain, fitting in zip(chains, choices, strict=True) if not fitting]:
         raise SpecMismatch(name, wrong)
     names: dict[tuple[RankShare, tuple[RankShare, ...]], tuple[str, ...]] = {}
     for chosen in _products(choices):
         with suppress(SpecMismatch) if names else nullcontext():  # raise only if the most likely one fails
-            cutters = [_Cutter(chain, one, name, grain, multiple) for chain, one in zip(chains, chosen, strict=True)]
+            cutters = [
+                _Cutter(chain, interpretation, name, grain, multiple)
+                for chain, interpretation in zip(chains, chosen, strict=True)
+            ]
             parts = _layer_part(cutters, ONE), tuple(_layer_part(cutters, rank) for rank in mesh.ranks())
             names[parts] = (*names.get(parts, ()), "; ".join(map(str, chosen)))
-    found = []
-    for (whole, own), interpretations in itertools.islice(names.items(), MOST_INTERPRETATIONS):
+    shares = []
+    for (whole, ranks), interpretations in itertools.islice(names.items(), MOST_INTERPRETATIONS):
         assert isinstance(whole.shape, SplitShape)
-        found.append((replace(whole, shape=replace(whole.shape, interpretations=interpretations)), list(own)))
-    return found
+        shares.append((replace(whole, shape=replace(whole.shape, interpretations=interpretations)), list(ranks)))
+    return shares
 
 
 def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretation, ...]]:
@@ -57,12 +60,15 @@ def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretat
     Combinations that differ from the first in one kind of chain come before those that differ in two. Similar chains
     (self- and cross-attention, the blocks of a stage) get the same interpretation.
     """
-    kinds = [(len(found), None if found[0].by_features else found[0].heads) for found in choices]
+    kinds = [
+        (len(interpretations), None if interpretations[0].by_features else interpretations[0].heads)
+        for interpretations in choices
+    ]
     distinct = list(dict.fromkeys(kinds))
     combinations = itertools.product(*(range(kind[0]) for kind in distinct))
     for combination in sorted(combinations, key=lambda numbers: (sum(map(bool, numbers)), sum(numbers))):
         numbers = dict(zip(distinct, combination, strict=True))
-        yield tuple(found[numbers[kind]] for found, kind in zip(choices, kinds, strict=True))
+        yield tuple(interpretations[numbers[kind]] for interpretations, kind in zip(choices, kinds, strict=True))
 
 
 def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> RankShare:
@@ -71,12 +77,12 @@ def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> RankShare:
     by_heads = [shape for shape in shapes if shape.head_counts]
     alike = len({(shape.heads, shape.head_counts) for shape in by_heads}) == 1
     shape = SplitShape(
-        matrices=tuple(one for shape in shapes for one in shape.matrices),
-        tables=tuple(one for shape in shapes for one in shape.tables),
-        counts=tuple(one for shape in shapes for one in shape.counts),
+        matrices=tuple(matrix for shape in shapes for matrix in shape.matrices),
+        tables=tuple(table for shape in shapes for table in shape.tables),
+        counts=tuple(count for shape in shapes for count in shape.counts),
     )
     if alike:
-        attentions = tuple(path for one in by_heads for path in one.attentions)
+        attentions = tuple(path for shape in by_heads for path in shape.attentions)
         shape = replace(shape, heads=by_heads[0].heads, head_counts=by_heads[0].head_counts, attentions=attentions)
     return RankShare(shape, tuple(fill for _, fills in parts for fill in fills))
 
@@ -111,16 +117,16 @@ class _Cutter:
             raise SpecMismatch(self.name, [f"{heads.query} {what}{' in four parts' * (parts > 1)} are too few"])
         if self.interpretation.by_features:
             multiple = max(self.multiple(path, heads.query) for path in self.chain.rows)
-            own = split(heads.query, mesh.tp, grain=self.grain, multiple=multiple)[rank]
-            return _Share((own,), (own,))
+            features = split(heads.query, mesh.tp, grain=self.grain, multiple=multiple)[rank]
+            return _Share((features,), (features,))
         if self.interpretation.packing == FOUR_PARTS:
             start, stop = split(heads.query // 4, mesh.tp)[rank]
             each = tuple((first + start, first + stop) for first in range(0, heads.query, heads.query // 4))
             return _Share(each, each)
-        found = split_heads(heads.query, heads.key, mesh.tp)
-        assert found is not None
-        counts = tuple(total([share.heads]) for share in found)
-        return _Share((found[rank].heads,), (found[rank].kv_heads,), counts)
+        shares = split_heads(heads.query, heads.key, mesh.tp)
+        assert shares is not None
+        counts = tuple(total([share.heads]) for share in shares)
+        return _Share((shares[rank].heads,), (shares[rank].kv_heads,), counts)
 
     def part(self, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
         """Return a rank's part of the chain."""
@@ -133,8 +139,8 @@ class _Cutter:
             ranges = self.ranges(share, size)
             cut = None if mesh.tp == 1 else Cut(1 if row else 0, ranges, (size,))
             bias = linear.bias and not (row and mesh.tp_rank)
-            own = (linear.outputs, total(ranges)) if row else (total(ranges), linear.inputs)
-            matrices.append(Matrix(path, *own, bias, ROW if row else COLUMN))
+            sizes = (linear.outputs, total(ranges)) if row else (total(ranges), linear.inputs)
+            matrices.append(Matrix(path, *sizes, bias, ROW if row else COLUMN))
             fills.append(Fill(f"{path}.weight", (f"{path}.weight",), linear.transposed, cut=cut))
             if bias:
                 fills.append(Fill(f"{path}.bias", (f"{path}.bias",), cut=None if row else cut))
@@ -158,8 +164,8 @@ class _Cutter:
         h, k, d = heads.query, heads.key, heads.width
         if size == heads.rows and not self.interpretation.by_features:
             starts = block_starts(packing, heads)
-            own = (*share.query, *_scaled(share.key, 1, h), *_scaled(share.key, 1, h + k))
-            blocks = [block for start, stop in own for block in range(start, stop)]
+            block_ranges = (*share.query, *_scaled(share.key, 1, h), *_scaled(share.key, 1, h + k))
+            blocks = [block for start, stop in block_ranges for block in range(start, stop)]
             rows = [Span(0, row, row + d) for row in sorted(starts[block] for block in blocks)]
             return tuple((span.start, span.stop) for span in taken(rows, [(0, len(rows) * d)]))
         if size == h * d:

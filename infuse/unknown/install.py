@@ -27,12 +27,12 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
             put(module._modules, name, part.get_submodule(matrix.target))
     for table in shape.tables:
         owner, _, leaf = table.path.rpartition(".")
-        module, own = layer.get_submodule(owner), getattr(part.get_submodule(owner), leaf)
-        put(module._buffers if table.buffer else module._parameters, leaf, own)
+        module, tensor = layer.get_submodule(owner), getattr(part.get_submodule(owner), leaf)
+        put(module._buffers if table.buffer else module._parameters, leaf, tensor)
     for count in shape.counts:
-        held = vars(layer.get_submodule(count.module))
+        attributes = vars(layer.get_submodule(count.module))
         section, _, name = count.name.rpartition(".")
-        put(held, section or name, _OwnCount(held[section], name, count.value) if section else count.value)
+        put(attributes, section or name, _OwnCount(attributes[section], name, count.value) if section else count.value)
     if shape.all_heads:
         handle = RemovableHandle(layer._forward_pre_hooks, extra_dict=layer._forward_pre_hooks_with_kwargs)
         put(layer._forward_pre_hooks_with_kwargs, handle.id, True)
@@ -44,7 +44,7 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
 
 
 def places_of(modules: Iterable[nn.Module], root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every place inside `root` of each of the modules, by the module's id: the holders, and the names there."""
+    """Find the places of each module inside `root`, by the module's id: its holders, and its names there."""
     places: dict[int, list[tuple[nn.Module, str]]] = {id(module): [] for module in modules}
     for holder in root.modules():
         for name, child in holder._modules.items():
@@ -73,7 +73,7 @@ def _give_own_heads(shape: SplitShape, layer: nn.Module, args: tuple, kwargs: di
     own_heads, heads = slice(*shape.heads), shape.all_heads
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
-    def own(value: Any) -> Any:
+    def sliced(value: Any) -> Any:
         if not isinstance(value, Tensor) or value is hidden or heads == 1:
             return value
         if value.dim() == 4 and value.shape[1] == heads:
@@ -82,7 +82,7 @@ def _give_own_heads(shape: SplitShape, layer: nn.Module, args: tuple, kwargs: di
             return value.unflatten(0, (-1, heads))[:, own_heads].flatten(0, 1)
         return value
 
-    return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
+    return tuple(sliced(value) for value in args), {name: sliced(value) for name, value in kwargs.items()}
 
 
 def _return_all_heads(

@@ -56,8 +56,8 @@ class Interpretation:
         if not self.by_features and ("group" in name or "rep" in name) and value == heads.query // heads.key:
             return query // key
         if self.widths and _has_word(name, _WIDTH_WORDS):
-            own = {heads.key: key, heads.query: query}.get(value // heads.width)
-            return own * heads.width if own is not None and value % heads.width == 0 else None
+            count = {heads.key: key, heads.query: query}.get(value // heads.width)
+            return count * heads.width if count is not None and value % heads.width == 0 else None
         return None
 
 
@@ -83,7 +83,7 @@ class LayerChain(Chain):
         width, outputs = self.width, [self.shapes[path].outputs for path in self.columns]
         if any(self.shapes[path].inputs != width for path in self.rows):
             return []
-        found: list[Interpretation] = []
+        candidates: list[Interpretation] = []
         heads = self._heads(outputs)
         if heads is not None and sum(outputs) > width and all(_fits(heads, rows) for rows in outputs):
             packings = [BLOCKS]
@@ -91,13 +91,15 @@ class LayerChain(Chain):
                 packings.append(PER_HEAD if heads.query == heads.key else PER_GROUP)
                 packings += [FOUR_PARTS] if heads.query == heads.key and heads.query % 4 == 0 else []
             follow = [(True, False), (False, False)] + [(True, True)] * any(self._config_counts())
-            found = [Interpretation(heads, packing, *also) for also, packing in itertools.product(follow, packings)]
-        if all(rows in (width, 2 * width) for rows in outputs) and not (found and len(outputs) > 2):
+            candidates = [
+                Interpretation(heads, packing, *also) for also, packing in itertools.product(follow, packings)
+            ]
+        if all(rows in (width, 2 * width) for rows in outputs) and not (candidates and len(outputs) > 2):
             features = Heads(width, width, 1)
             for packing, widths in itertools.product((BLOCKS, PER_HEAD), (True, False)):
                 if packing == BLOCKS or 2 * width in outputs:
-                    found.append(Interpretation(features, packing, widths, by_features=True))
-        return found
+                    candidates.append(Interpretation(features, packing, widths, by_features=True))
+        return candidates
 
     def misfit(self) -> str:
         """Explain why no interpretation fits."""

@@ -43,9 +43,11 @@ class Roles:
     why: str
 
     def outside(self, prefixes: tuple[str, ...]) -> Roles:
-        """The roles without those of linears below the paths `prefixes`, which ranks share in another way."""
-        kept = (chain for chain in self.chains if not all(one.startswith(prefixes) for one in chain.columns))
-        return replace(self, chains=tuple(kept), left=tuple(one for one in self.left if not one.startswith(prefixes)))
+        """Return the roles without the linears below the paths `prefixes`, which ranks share in another way."""
+        kept = (chain for chain in self.chains if not all(path.startswith(prefixes) for path in chain.columns))
+        return replace(
+            self, chains=tuple(kept), left=tuple(path for path in self.left if not path.startswith(prefixes))
+        )
 
 
 def matches(path: str, name: str) -> bool:
@@ -130,35 +132,35 @@ class ModelRoles:
     @cached_property
     def _plan(self) -> dict[str, str]:
         """Path pattern (`*` is any number) → style, from the configs of all models inside."""
-        found: dict[str, str] = {}
+        styles: dict[str, str] = {}
         for path, module in self._model.named_modules():
             plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
             prefix = getattr(module, "base_model_prefix", None)  # identifies the base model, which owns the plan
             if isinstance(plan, dict) and prefix is not None and not hasattr(module, prefix):
-                found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in plan.items()}
-        return found
+                styles |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in plan.items()}
+        return styles
 
     def _planned(self, path: str, names: Iterable[str]) -> dict[str, str]:
         """Roles that the model's own plan gives to a layer's linears; WHOLE for any other style."""
-        found = {}
+        roles = {}
         for name in names:
             full = f"{path}.{name}"
             style = self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", full)) or self._plan.get(full)
             if style is not None:
-                found[name] = _STYLES.get(style, WHOLE)
-        return found
+                roles[name] = _STYLES.get(style, WHOLE)
+        return roles
 
 
 def row_names(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
     """Names of the row linears for each class of repeated layers, starting after the last number in their paths."""
     layers = layer_paths(model)
     roles = ModelRoles(model, layers)
-    found: dict[type[nn.Module], dict[str, None]] = {}
+    rows_by_class: dict[type[nn.Module], dict[str, None]] = {}
     for path, layer in layers.items():
         with suppress(SpecMismatch):
             for row in (row for chain in roles.of(path).chains for row in chain.rows):
-                found.setdefault(type(layer), {})[re.sub(r"^(.*\.)?\d+\.", "", row)] = None
-    return [(cls, list(rows)) for cls, rows in found.items()]
+                rows_by_class.setdefault(type(layer), {})[re.sub(r"^(.*\.)?\d+\.", "", row)] = None
+    return [(cls, list(rows)) for cls, rows in rows_by_class.items()]
 
 
 def _in_order(roles: Mapping[str, str]) -> tuple[Chain, ...]:

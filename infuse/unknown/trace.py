@@ -136,12 +136,12 @@ class _Tracer(TorchDispatchMode):
             self._now.events.append(Event(linear, self._storages(read), self._storages(written)))
 
     def _storages(self, value: Any) -> tuple[int, ...]:
-        found = []
+        numbers = []
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._numbers:
                     self._numbers[storage._cdata] = len(self._numbers)
                     self._alive.append(storage)
-                found.append(self._numbers[storage._cdata])
-        return tuple(dict.fromkeys(found))
+                numbers.append(self._numbers[storage._cdata])
+        return tuple(dict.fromkeys(numbers))

@@ -1,4 +1,4 @@
-"""What attention over an image or a text has in common, whatever makes its queries, keys and values.
+"""Attention over an image or a text: the part that does not depend on how queries, keys and values are made.
 
 Suffixes: B batch, T tokens, L tokens attended to, C width, N heads, D width of a head.
 """
@@ -58,28 +58,28 @@ class Attended(Settled):
         residual: Tensor | None,
         cos_sin: Any = None,
     ) -> Tensor:
-        """The same as `attended`, by a call of this module as the original makes it, which its hooks hear."""
+        """Like `attended`, but call this module with the original's arguments, so that its hooks run."""
         leaves_out = cos_sin is None or (context_BLC is not None and not self.shape.text_cos_sin)
         named = {} if leaves_out else {self.shape.cos_sin: cos_sin}
         y: Tensor = self(x_BTC, encoder_hidden_states=context_BLC, attention_mask=mask, **named)
         return y if residual is None else residual + y
 
     def set_processor(self, processor: Any) -> None:
-        """Raise UnsupportedCall for another processor than the original's."""
+        """Raise UnsupportedCall for any processor but the original's."""
         self.processor = processor
 
     def once(self, parts: Iterable[nn.Module], text: Tensor, make: Callable[[], _T]) -> _T:
-        """What `make` computes of a text by `parts`: once for each text and each weight."""
+        """Return make(), which computes from `text` by `parts`: once for each text and state of the weights."""
         parts = tuple(parts)
         recorded = torch.is_grad_enabled() and any(is_recorded(part, text) for part in parts)
         if recorded or not all(map(has_no_hooks, parts)):
             return make()
-        held = [t for part in parts for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
-        return self._of_text.of((text, *held), make)  # type: ignore[no-any-return]
+        tensors = [t for part in parts for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
+        return self._of_text.of((text, *tensors), make)  # type: ignore[no-any-return]
 
 
 def spread_mask(mask: Tensor, batch: int, heads: int, length: int) -> Tensor:
-    """A mask [B or B N, 1 or T, L] or [B, L], as diffusers passes it, as [B, N or 1, 1 or T, L]."""
+    """Reshape a mask of diffusers, [B or B N, 1 or T, L] or [B, L], to [B, N or 1, 1 or T, L]."""
     if mask.dim() == 2:
         mask = mask[:, None]
     if mask.shape[-1] != length or mask.shape[0] not in (1, batch, batch * heads):

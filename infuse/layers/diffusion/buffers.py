@@ -1,4 +1,4 @@
-"""Memory of large images on CPUs, which modules of one model reuse while it runs."""
+"""Memory for large images on CPUs, which the modules of one model reuse while it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAPPED_BYTES = 1 << 25
 
 
 class Buffers:
-    """Lends memory for images. What comes back is kept as long as anything else is lent, so never after a call."""
+    """Lends memory for images. Returned memory is kept while any other is lent, so never after a call."""
 
     def __init__(self) -> None:
         self._idle: dict[int, Any] = {}  # each change is one step, so that several threads may run the model
@@ -27,7 +27,7 @@ class Buffers:
         self._numbers = count()
 
     def image(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised image `sizes` [B, C, H, W] with channels last."""
+        """Return an uninitialised image of `sizes` [B, C, H, W] with channels last."""
         size = prod(sizes) * dtype.itemsize
         if size < MAPPED_BYTES or is_compiling():
             return torch.empty(sizes, dtype=dtype, device="cpu", memory_format=torch.channels_last)
@@ -36,7 +36,7 @@ class Buffers:
         return flat.view(batch, rows, columns, channels).permute(0, 3, 1, 2)
 
     def like(self, x: Tensor) -> Tensor | None:
-        """`image` for another one like x if that is large and has channels last; else None."""
+        """Return an uninitialised image like x if x is large and has channels last, else None."""
         if x.device.type != "cpu" or x.nbytes < MAPPED_BYTES or x.dim() != 4:
             return None
         return self.image(x.shape, x.dtype) if x.is_contiguous(memory_format=torch.channels_last) else None
@@ -44,17 +44,19 @@ class Buffers:
     def _take(self, size: int) -> Any:
         # A tensor of an array holds the array, which thus ends with the last view of the tensor. The memory is
         # PyTorch's: NumPy asks for large pages.
-        fitting = [(one.nbytes, number) for number, one in list(self._idle.items()) if size <= one.nbytes <= 2 * size]
-        held = self._idle.pop(min(fitting)[1], None) if fitting else None
-        if held is None:
-            held = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
-        lent, number = held[:size], next(self._numbers)
-        self._lent[number] = held, weakref.ref(lent, partial(self._back, number))
+        fitting = [
+            (array.nbytes, number) for number, array in list(self._idle.items()) if size <= array.nbytes <= 2 * size
+        ]
+        buffer = self._idle.pop(min(fitting)[1], None) if fitting else None
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+        lent, number = buffer[:size], next(self._numbers)
+        self._lent[number] = buffer, weakref.ref(lent, partial(self._back, number))
         return lent
 
     def _back(self, number: int, _: weakref.ref) -> None:
-        held, _ = self._lent.pop(number)
-        self._idle[number] = held
+        buffer, _ = self._lent.pop(number)
+        self._idle[number] = buffer
         if not self._lent:
             self._idle.clear()
 

@@ -49,13 +49,13 @@ class GroupNorm(Settled):
     def forward(
         self, x: Tensor, added: Tensor | None = None, *, silu: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        held = self._parameters
-        given = (x, held["weight"], held["bias"], added, self._groups, self._eps, silu)
-        return self._body(*given) if out is None or is_compiling() else self._body(*given, out)
+        parameters = self._parameters
+        arguments = (x, parameters["weight"], parameters["bias"], added, self._groups, self._eps, silu)
+        return self._body(*arguments) if out is None or is_compiling() else self._body(*arguments, out)
 
 
 def silu_of(norm: Any, x: Tensor, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """silu(norm(x + added)), in one op unless hooks hear the norm: these see its own x and result."""
+    """Return silu(norm(x + added)), in one op unless the norm has hooks, which must see its own input and output."""
     if has_no_hooks(norm):
         return norm.forward(x, added, silu=True, out=out)  # type: ignore[no-any-return]
     return F.silu(norm(x if added is None else x + added[:, :, None, None]))
@@ -86,7 +86,7 @@ class Conv(nn.Conv2d):
         return self.plus(x, None)
 
     def plus(self, x: Tensor, residual: Tensor | None, room: Tensor | None = None) -> Tensor:
-        """residual + conv(x), maybe written to `room`, which may be `residual`. Both are like the result."""
+        """Return residual + conv(x), possibly in `room`, which may be `residual`. Both are like the result."""
         how = None if x.device.type != "cpu" or is_compiling() else self._way(x)
         if how is not None:
             return how(x, residual, room)
@@ -94,52 +94,52 @@ class Conv(nn.Conv2d):
         return y if residual is None else y.add_(residual)
 
     def _way(self, x: Tensor) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor] | None:
-        """How an image of this size is computed; None: by PyTorch as a whole."""
-        held = self._parameters["weight"]
-        assert held is not None
+        """Return the method for an image of this size; None: PyTorch's convolution of the whole image."""
+        weight = self._parameters["weight"]
+        assert weight is not None
         if not self.is_as_made:
             return None
         last = torch.channels_last
-        if not (x.dim() == 4 and x.is_contiguous(memory_format=last) and held.is_contiguous(memory_format=last)):
+        if not (x.dim() == 4 and x.is_contiguous(memory_format=last) and weight.is_contiguous(memory_format=last)):
             return None
         batch, _, rows, columns = x.shape
         pixels = batch * rows * columns
         if pixels * self.out_channels * x.element_size() >= MAPPED_BYTES:
             return self._in_strips
-        if held.dtype is not torch.bfloat16 or x.dtype is not held.dtype or held.shape[-1] != 3:
+        if weight.dtype is not torch.bfloat16 or x.dtype is not weight.dtype or weight.shape[-1] != 3:
             return None
-        most = _MOST_PIXELS_LARGE if held.nbytes >= MAPPED_BYTES else _MOST_PIXELS
-        return self._as_product if held.nbytes >= _LEAST_WEIGHT_BYTES and 0 < pixels <= most else None
+        most = _MOST_PIXELS_LARGE if weight.nbytes >= MAPPED_BYTES else _MOST_PIXELS
+        return self._as_product if weight.nbytes >= _LEAST_WEIGHT_BYTES and 0 < pixels <= most else None
 
     def _as_product(self, x: Tensor, residual: Tensor | None, room: Tensor | None) -> Tensor:
-        held = self._parameters
-        weight: Any = held["weight"]
+        parameters = self._parameters
+        weight: Any = parameters["weight"]
         batch, channels, rows, columns = x.shape
         padded = x.new_zeros(batch, rows + 2, columns + 2, channels)
         padded[:, 1:-1, 1:-1] = x.permute(0, 2, 3, 1)
         line = (columns + 2) * channels
         strides = ((rows + 2) * line, line, channels, line, 1)
         near = padded.as_strided((batch, rows, columns, 3, 3 * channels), strides).reshape(-1, 9 * channels)
-        y = F.linear(near, weight.permute(0, 2, 3, 1).reshape(self.out_channels, -1), held["bias"])
+        y = F.linear(near, weight.permute(0, 2, 3, 1).reshape(self.out_channels, -1), parameters["bias"])
         y = y.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
         return y if residual is None else y.add_(residual)
 
     def _in_strips(self, x: Tensor, residual: Tensor | None, room: Tensor | None) -> Tensor:
-        held, pad = self._parameters, self.kernel_size[0] // 2
+        parameters, pad = self._parameters, self.kernel_size[0] // 2
         batch, _, rows, columns = x.shape
         sizes = (batch, self.out_channels, rows, columns)
         if room is None or room.shape != sizes or not room.is_contiguous(memory_format=torch.channels_last):
             room = self.memory.image(sizes, x.dtype)
-        weight: Any = held["weight"]
+        weight: Any = parameters["weight"]
         for strip in strips(rows, columns * self.out_channels * x.element_size()):
             low, high = max(strip.start - pad, 0), min(strip.stop + pad, rows)
-            for one in (slice(number, number + 1) for number in range(batch)):
-                # the rows outside of the image are zeros, those of a strip beside it are there
+            for sample in (slice(number, number + 1) for number in range(batch)):
+                # pad only at the image's edges: the rows of neighbouring strips are there
                 inner = pad if low == strip.start or high == strip.stop else 0
-                y = F.conv2d(x[one, :, low:high], weight, held["bias"], padding=(inner, pad))
+                y = F.conv2d(x[sample, :, low:high], weight, parameters["bias"], padding=(inner, pad))
                 first = strip.start - low - pad + inner
-                y, to = y[:, :, first : first + strip.stop - strip.start], room[one, :, strip]
-                to.copy_(y) if residual is None else torch.add(y, residual[one, :, strip], out=to)
+                y, to = y[:, :, first : first + strip.stop - strip.start], room[sample, :, strip]
+                to.copy_(y) if residual is None else torch.add(y, residual[sample, :, strip], out=to)
         return room
 
 
@@ -152,14 +152,14 @@ def share_memory(model: nn.Module) -> None:
 
 
 def strips(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Parts of the rows of an image of about _STRIP_BYTES."""
+    """Yield slices of an image's rows of about _STRIP_BYTES each."""
     each = max(_STRIP_BYTES // row_bytes, 1)
     for first in range(0, rows, each):
         yield slice(first, min(first + each, rows))
 
 
 def laid_as(conv: nn.Module, x: Tensor) -> Tensor:
-    """x in the layout of the convolution's weight: a copy after modules that return the other one."""
+    """Return x in the layout of the convolution's weight, copied if an earlier module returned the other layout."""
     weight: Any = conv._parameters.get("weight")
     last = torch.channels_last
     if weight is None or not weight.is_contiguous(memory_format=last) or weight.is_contiguous():
@@ -239,7 +239,7 @@ class Upsample(InferenceModule):
             low, high = max(strip.start - 1, 0), min(strip.stop + 1, rows)
             for number, weight in enumerate(phases):
                 down, right = divmod(number, 2)
-                # also of the neighbours outside, on the other side
+                # padding adds outputs on the other side too, which are cut off below
                 made = F.conv2d(x[:, :, low:high], weight, conv.bias, padding=1)
                 here = slice(strip.start - low + down, strip.stop - low + down)
                 to = y[:, :, 2 * strip.start + down : 2 * strip.stop : 2, right::2]
@@ -257,7 +257,7 @@ def phase_weights(weight: Tensor) -> list[Tensor]:
         (wide[:, :, :1], wide[:, :, 1:].sum(2, keepdim=True)),
         (wide[:, :, :2].sum(2, keepdim=True), wide[:, :, 2:]),
     )
-    found = []
+    phases = []
     for pair in rows:
         of_rows = torch.cat(pair, 2)
         for both in (
@@ -266,5 +266,5 @@ def phase_weights(weight: Tensor) -> list[Tensor]:
         ):
             made = torch.cat(both, 3).to(weight.dtype)
             last = weight.is_contiguous(memory_format=torch.channels_last)
-            found.append(made.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
-    return found
+            phases.append(made.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
+    return phases

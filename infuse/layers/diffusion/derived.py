@@ -1,4 +1,4 @@
-"""A value computed from tensors and kept as long as these stay the same: keys of a prompt, weights of an upsampling."""
+"""Cache of a value computed from tensors, valid while they are unchanged: a prompt's keys, an upsampling's weights."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Derived:
         self._held: tuple[Any, tuple[weakref.ref, ...], list[tuple], list[Tensor]] | None = None
 
     def of(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
-        """make(), or its last result if that was made from the same unchanged tensors."""
+        """Return the last result of make() if it came from the same, unchanged tensors; else call make()."""
         if is_compiling() or any(t.is_inference() for t in tensors) or _is_captured(tensors[0]):
             return make()
-        held, states = self._held, [(t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+        entry, states = self._held, [(t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
         sums = [_sums(t.detach()) for t in tensors if t.device.type == "cpu"]
         if (
-            held is not None
-            and held[2] == states
-            and all(map(_refers, held[1], tensors))
-            and all(map(torch.equal, held[3], sums))
+            entry is not None
+            and entry[2] == states
+            and all(map(_refers, entry[1], tensors))
+            and all(map(torch.equal, entry[3], sums))
         ):
-            return held[0]
+            return entry[0]
         made = make()
         self._held = (made, tuple(weakref.ref(t, self._drop) for t in tensors), states, sums)
         return made
 
     def _drop(self, dead: weakref.ref) -> None:
-        held = self._held
-        if held is not None and any(ref is dead for ref in held[1]):
+        entry = self._held
+        if entry is not None and any(ref is dead for ref in entry[1]):
             self._held = None
 
     def __reduce__(self) -> tuple:  # copies and pickles of a module start empty

@@ -49,9 +49,9 @@ class Heads(Unheard):
     def over(
         self, x_BTC: Tensor, second: Heads | None, other_BTC: Tensor | None, cos_sin: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """The heads' results of x and the `other` of a second stream, in order: [B, T1 + T2, H D]."""
+        """Return the heads' outputs for x, then for `other` of the stream `second`: [B, T1 + T2, H D]."""
         shape = self.shape
-        cos, sin = (None, None) if cos_sin is None else (one.float().contiguous() for one in cos_sin)
+        cos, sin = (None, None) if cos_sin is None else (table.float().contiguous() for table in cos_sin)
         of_first, of_second = self._heads(x_BTC), None if second is None else second._heads(other_BTC)
         norms = (*self._norms, *((None, None) if second is None else second._norms))
         qkv_BTND = self._join(of_first, of_second, *norms, cos, sin, shape.eps)
@@ -59,14 +59,14 @@ class Heads(Unheard):
         return self._attend(q, k, v, None, None, shape.head_width**-0.5, False, 0, 0.0).flatten(2)
 
     def projected(self, heads_BTC: Tensor, residual: Tensor | None = None) -> Tensor | None:
-        """residual + the output projection, or None without one."""
+        """Return residual + the output projection; None if there is no projection."""
         out: Any = self._modules["out"]
         return None if out is None else product(out, heads_BTC.contiguous(), None, residual)
 
     def _heads(self, x_BTC: Any) -> Tensor:
         """Queries, keys and values [B, T, N, D]."""
-        held: dict[str, Any] = self._modules
-        return direct(held["qkv"], x_BTC).unflatten(-1, (3 * self.shape.heads, self.shape.head_width))
+        parts: dict[str, Any] = self._modules
+        return direct(parts["qkv"], x_BTC).unflatten(-1, (3 * self.shape.heads, self.shape.head_width))
 
     @property
     def _norms(self) -> tuple[Tensor | None, Tensor | None]:
@@ -91,4 +91,4 @@ class Heads(Unheard):
         rows = y_BTC.flatten(0, 1)
         each = -(-len(rows) // -(-max(len(rows), 1) // most))  # as equal as possible
         pairs = zip(attended.flatten(0, 1).split(max(each, 1)), rows.split(max(each, 1)), strict=True)
-        return torch.cat([direct(out, torch.cat((one, inner(y)), dim=1)) for one, y in pairs]).view_as(y_BTC)
+        return torch.cat([direct(out, torch.cat((rows, inner(y)), dim=1)) for rows, y in pairs]).view_as(y_BTC)

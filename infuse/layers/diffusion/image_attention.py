@@ -39,7 +39,7 @@ class ImageAttention(Attended):
         attention_mask: Tensor | None = None,
         **cross_attention_kwargs: Any,
     ) -> Tensor:
-        """Inside of a block, which calls this only for its hooks."""
+        """Called inside a block, only if this module has hooks."""
         refuse_unknown("Attention", (), cross_attention_kwargs, _SERVED)
         return self.attended(hidden_states, encoder_hidden_states, attention_mask, None)
 
@@ -88,8 +88,8 @@ class ImageAttentionModule(InferenceModule, ImageAttention):
         if cross_attention_kwargs:
             refuse_unknown("Attention", (), cross_attention_kwargs, (*_SERVED, "temb"))
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
-            given = (encoder_hidden_states, attention_mask)
-            return unrecorded(ImageAttentionModule.forward, self, hidden_states, *given)
+            arguments = (encoder_hidden_states, attention_mask)
+            return unrecorded(ImageAttentionModule.forward, self, hidden_states, *arguments)
         shape, x = self.shape, hidden_states
         norm = self._modules["group_norm"]
         if x.dim() == 4:

@@ -29,13 +29,13 @@ class ImageTransformer(InferenceModule):
         super().__init__()
         self.norm = GroupNorm(shape.norm, context.bodies)
 
-        def projection(one: Matrix | ConvShape) -> nn.Module:
-            return context.linear(one) if isinstance(one, Matrix) else Conv(one)
+        def projection(layer: Matrix | ConvShape) -> nn.Module:
+            return context.linear(layer) if isinstance(layer, Matrix) else Conv(layer)
 
         self.proj_in = projection(shape.proj_in)
         blocks = enumerate(shape.blocks)
         self.transformer_blocks = nn.ModuleList(
-            StreamsBlock(one, context.of(f"{BLOCKS}.{number}")) for number, one in blocks
+            StreamsBlock(block, context.of(f"{BLOCKS}.{number}")) for number, block in blocks
         )
         self.proj_out = projection(shape.proj_out)
 
@@ -57,8 +57,8 @@ class ImageTransformer(InferenceModule):
         if cross_attention_kwargs:
             refuse_unknown("Transformer2DModel", (), cross_attention_kwargs)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
-            given = (encoder_hidden_states, attention_mask, encoder_attention_mask)
-            y = unrecorded(ImageTransformer._computed, self, hidden_states, *given)
+            arguments = (encoder_hidden_states, attention_mask, encoder_attention_mask)
+            y = unrecorded(ImageTransformer._computed, self, hidden_states, *arguments)
         else:
             y = self._computed(hidden_states, encoder_hidden_states, attention_mask, encoder_attention_mask)
         if not return_dict:

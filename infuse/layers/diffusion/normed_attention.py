@@ -50,8 +50,8 @@ class NormedAttention(InferenceModule, Attended):
         if args[1:] or kwargs:
             refuse_unknown("attention", args[1:], kwargs, ("encoder_hidden_states", "attention_mask", name))
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
-            given = (encoder_hidden_states, attention_mask, cos_sin)
-            return unrecorded(NormedAttention.forward, self, hidden_states, *given)
+            arguments = (encoder_hidden_states, attention_mask, cos_sin)
+            return unrecorded(NormedAttention.forward, self, hidden_states, *arguments)
         if encoder_hidden_states is not None and cos_sin is not None and not shape.text_cos_sin:
             raise UnsupportedCall(f"{name} was given for attention over a text, whose keys have no positions here")
         if attention_mask is not None and not shape.masks:
@@ -65,7 +65,7 @@ class NormedAttention(InferenceModule, Attended):
         q = self._heads(direct(parts["q"], x_BTC), parts["q_norm"], of_queries)
         if context_BLC is None:
             return q, *self._keys(x_BTC, cos_sin)
-        makers = (one for name in ("k", "v", "k_norm") if (one := parts[name]) is not None)
+        makers = (module for name in ("k", "v", "k_norm") if (module := parts[name]) is not None)
         return q, *self.once(makers, context_BLC, lambda: self._keys(context_BLC, None))
 
     def _keys(self, x_BLC: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,9 @@ class NormedAttention(InferenceModule, Attended):
             wide = norm.shape.width == width  # type: ignore[union-attr]
             x = direct(norm, x if wide else x.view(batch, length, shape.heads, shape.head_width))
         if cos_sin is not None:
-            cos, sin = (one[:, :, 0] if one.dim() == 4 else one if one.dim() == 3 else one[None] for one in cos_sin)
+            cos, sin = (
+                table[:, :, 0] if table.dim() == 4 else table if table.dim() == 3 else table[None] for table in cos_sin
+            )
             heads = width // cos.shape[-1]
             x = self._turn(x.reshape(batch, length, heads, -1), cos.contiguous(), sin.contiguous(), True)
         return x.reshape(batch, length, shape.heads, shape.head_width).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Parts of blocks that compute something else than any module of the original, so that hooks cannot hear the same."""
+"""Parts of blocks that match no module of the original, so that hooks on them would see other values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infuse.layers.gradient import Settled
 
 
 class Unheard(Settled):
-    """Hooks on such a part, and another forward, raise UnsupportedCall."""
+    """Raise UnsupportedCall for hooks on this part and for assigning its forward."""
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("register_forward_hook()")

@@ -87,11 +87,11 @@ def _summed(
     gate: ExpertGate,
 ) -> Any:
     """Run the kernel; None if PyTorch is faster for so many tokens. `sizes`: inner width, codes of both matrices."""
-    given: list[Any] = []
+    arguments: list[Any] = []
     for buffers, bias in matrices:
         if not fits(bias, x.dtype) and bias is not None:
             bias = bias.to(x.dtype).contiguous()
-        given += [buffers, bias]
+        arguments += [buffers, bias]
     index, weights = index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
     number = ACTIVATION_NUMBERS[gate.activation]
-    return kernels().experts.default(x.contiguous(), index, weights, *given, *sizes, number, *gate[1:])
+    return kernels().experts.default(x.contiguous(), index, weights, *arguments, *sizes, number, *gate[1:])

@@ -25,13 +25,16 @@ def _joined_heads(
 def _takes(first: Tensor, second: Tensor | None, weights: tuple, cos_sin: tuple) -> bool:
     """Whether the kernel supports these: contiguous and of one dtype, cos and sin float32 for every token."""
     dtype, width = first.dtype, first.shape[-1]
-    held = [first, *(one for one in (second, *weights) if one is not None)]
-    if dtype not in DTYPES or any(one.dtype is not dtype or not one.is_contiguous() for one in held):
+    tensors = [first, *(tensor for tensor in (second, *weights) if tensor is not None)]
+    if dtype not in DTYPES or any(tensor.dtype is not dtype or not tensor.is_contiguous() for tensor in tensors):
         return False
     tokens = first.shape[1] + (0 if second is None else second.shape[1])
-    turned = [one for one in cos_sin if one is not None]
+    turned = [tensor for tensor in cos_sin if tensor is not None]
     return not turned or (
         width % 2 == 0
         and len(turned) == 2
-        and all(one.dtype is torch.float32 and one.shape == (tokens, width) and one.is_contiguous() for one in turned)
+        and all(
+            tensor.dtype is torch.float32 and tensor.shape == (tokens, width) and tensor.is_contiguous()
+            for tensor in turned
+        )
     )

@@ -76,8 +76,8 @@ def takes_tiles(dtype: torch.dtype) -> bool:
     with and without INFUSE_CPU_ISA=avx512_amx! (or avx512!), which uses our tiles.
     """
     if dtype is torch.float32:
-        found = kernels()
-        return not isinstance(found, str) and bool(found.has_float_tiles())
+        library = kernels()
+        return not isinstance(library, str) and bool(library.has_float_tiles())
     return dtype is torch.bfloat16 and (isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!")
 
 

@@ -104,7 +104,7 @@ def _interleave(of_rows: Tensor, to: Tensor) -> None:
 
 @cache
 def code_of(format: str) -> int:
-    """The kernels' number of a format; -1 if they have none."""
+    """Return the kernels' number of a format; -1 if they do not support it."""
     chosen = quant_format(format)
     if chosen.name not in CODES:
         return -1

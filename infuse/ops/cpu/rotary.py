@@ -14,13 +14,13 @@ from infuse.ops.rotary import rotary, rotary_append
 
 
 @rotary.implement("cpu", needs)
-def _rotary(*given: Any) -> Any:
-    out = kernels().rotary.default(*given)
-    return rotary.body("torch")(*given) if out is None else out
+def _rotary(*arguments: Any) -> Any:
+    out = kernels().rotary.default(*arguments)
+    return rotary.body("torch")(*arguments) if out is None else out
 
 
 @rotary_append.implement("cpu", needs)
-def _rotary_append(qkv: Tensor, cos: Any, sin: Any, keys: Tensor, values: Tensor, start: Any, *given: Any) -> Any:
-    args = qkv, cos, sin, keys, values, int(start), *given
+def _rotary_append(qkv: Tensor, cos: Any, sin: Any, keys: Tensor, values: Tensor, start: Any, *rest: Any) -> Any:
+    args = qkv, cos, sin, keys, values, int(start), *rest
     out = kernels().rotary_append.default(*args)
     return rotary_append.body("torch")(*args) if out is None else out

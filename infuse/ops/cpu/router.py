@@ -1,4 +1,4 @@
-"""The router of ops/router.py in C++, for few tokens (src/binding_router.cpp). PyTorch takes the many."""
+"""The router of ops/router.py in C++, for few tokens (src/binding_router.cpp). PyTorch runs the others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RuleNumbers(NamedTuple):
 
 @cache
 def numbers(rule: Routing, experts: int) -> RuleNumbers | None:
-    """The rule among so many experts as the kernel reads it; None if it does not know the rule."""
+    """Return the rule for so many experts as the kernel reads it; None if the kernel does not support it."""
     ranks_two = rule.groups > rule.kept and rule.ranked_by == TOP2_SUM
     if rule.score not in _SCORES or rule.cap or not 1 <= rule.top_k <= experts:
         return None
@@ -71,10 +71,10 @@ def numbers(rule: Routing, experts: int) -> RuleNumbers | None:
 
 @router.implement("cpu", needs)
 def _router(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, *routing: Any) -> Any:
-    given = numbers(Routing(*routing), weight.shape[0])
-    if given is None or not 1 <= len(x) <= limits().plain_rows or not _takes(x, weight, bias, correction, routing[1]):
+    rule = numbers(Routing(*routing), weight.shape[0])
+    if rule is None or not 1 <= len(x) <= limits().plain_rows or not _takes(x, weight, bias, correction, routing[1]):
         return router.reference(x, weight, bias, correction, *routing)
-    return kernels().router.default(x.contiguous(), weight, bias, correction, *given)
+    return kernels().router.default(x.contiguous(), weight, bias, correction, *rule)
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, logits: str) -> bool:

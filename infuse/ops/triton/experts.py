@@ -149,15 +149,15 @@ def _quantized_experts(
 ) -> Any:
     matrices = (*unpacked(up), up_bias), (*unpacked(down), down_bias)
     kind = inner, quant_format(up_format).name, quant_format(down_format).name
-    given = x if x.dtype in DTYPES else x.float(), index, weights
-    return _summed(given, matrices, kind, ExpertGate(*gate)).to(x.dtype)
+    inputs = x if x.dtype in DTYPES else x.float(), index, weights
+    return _summed(inputs, matrices, kind, ExpertGate(*gate)).to(x.dtype)
 
 
 def _summed(
-    given: tuple[Tensor, Tensor, Tensor], matrices: tuple[_Held, _Held], kind: tuple[int, str, str], gate: ExpertGate
+    inputs: tuple[Tensor, Tensor, Tensor], matrices: tuple[_Held, _Held], kind: tuple[int, str, str], gate: ExpertGate
 ) -> Tensor:
-    """Choose between the two ways. `given`: x, index, weights; `kind`: the inner width, the formats of up and down."""
-    x, index, weights = (tensor.contiguous() for tensor in given)
+    """Choose between the two ways. `inputs`: x, index, weights; `kind`: the inner width, the formats of up and down."""
+    x, index, weights = (tensor.contiguous() for tensor in inputs)
     (tokens, width), routes, (inner, up_format, down_format) = x.shape, index.shape[1], kind
     count = matrices[1][0].shape[0] // width
     if not (x.numel() and routes and count):
@@ -175,8 +175,8 @@ def _constants(gate: ExpertGate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _few(given: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, count: int, gate: ExpertGate) -> Tensor:
-    (x, index, weights), element_bytes = given, given[0].element_size()
+def _few(inputs: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, count: int, gate: ExpertGate) -> Tensor:
+    (x, index, weights), element_bytes = inputs, inputs[0].element_size()
     (tokens, routes), tiny = index.shape, x.dtype is not torch.float32
     inner, out = x.new_empty(tokens * routes, down.inputs), torch.empty_like(x)
     routed = routes, count, gate.first
@@ -191,8 +191,8 @@ def _few(given: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, count
     return out
 
 
-def _many(given: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, count: int, gate: ExpertGate) -> Tensor:
-    (x, index, weights), element_bytes = given, given[0].element_size()
+def _many(inputs: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, count: int, gate: ExpertGate) -> Tensor:
+    (x, index, weights), element_bytes = inputs, inputs[0].element_size()
     tokens, routes = index.shape
     rows = -(-tokens * routes // count)
     for_up, for_down = up.tiles(rows, element_bytes), down.tiles(rows, element_bytes)

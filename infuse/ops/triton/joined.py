@@ -17,8 +17,8 @@ def _joined_heads(
     first: Tensor, second: Tensor | None, first_q: Tensor | None, first_k: Tensor | None, second_q: Tensor | None,
     second_k: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
 ) -> Any:  # fmt: skip
-    cos_sin = [one for one in (cos, sin) if one is not None]
-    if first.shape[-1] % 2 or len(cos_sin) == 1 or any(one.dtype != torch.float32 for one in cos_sin):
+    cos_sin = [table for table in (cos, sin) if table is not None]
+    if first.shape[-1] % 2 or len(cos_sin) == 1 or any(table.dtype != torch.float32 for table in cos_sin):
         return joined_heads.reference(first, second, first_q, first_k, second_q, second_k, cos, sin, eps)
     cos, sin = cos_sin[0].contiguous() if cos_sin else None, cos_sin[1].contiguous() if cos_sin else None
     batch, tokens, heads, width = first.shape

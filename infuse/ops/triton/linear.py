@@ -20,8 +20,8 @@ ALONE = Fusion()
 
 
 @linear.implement("triton", needs, fuses=True)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Any:
-    x, around = normed_before(x, Fusion(*given) if given else ALONE)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *fusion: Any) -> Any:
+    x, around = normed_before(x, Fusion(*fusion) if fusion else ALONE)
     y = _few_rows(x, weight, bias, around)
     return around.separately(lambda x: F.linear(x, weight, bias), x, "triton") if y is None else y
 
@@ -33,8 +33,8 @@ def normed_before(x: Tensor, around: Fusion) -> tuple[Tensor, Fusion]:
     """
     if around.norm is None:
         return x, around
-    given = around.norm_weight, around.norm_bias
-    fits = all(t is None or (t.is_contiguous() and t.shape == x.shape[-1:]) for t in given)
+    norm_tensors = around.norm_weight, around.norm_bias
+    fits = all(t is None or (t.is_contiguous() and t.shape == x.shape[-1:]) for t in norm_tensors)
     if fits and x.numel() <= MOST_NORMED_ROWS * x.shape[-1]:
         return x, around
     return around.before(x, "triton"), around._replace(norm=None)

@@ -25,9 +25,9 @@ from infuse.quant.parse import quant_format
 
 @quantized_linear.implement("triton", needs, WORDS, fuses=True)
 def _quantized_linear(
-    x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *given: Any
+    x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *fusion: Any
 ) -> Any:
-    around, dtype, rows = Fusion(*given) if given else ALONE, x.dtype, x.numel() // inputs
+    around, dtype, rows = Fusion(*fusion) if fusion else ALONE, x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
         return _quantized_linear(x.float(), buffers, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)

@@ -64,12 +64,12 @@ def biased(scores, allowed, bias, at):
 def masked(scores, allowed, mask, at, MASK_IS_BOOL: tl.constexpr):
     """The scores, set to -inf where masked, and the updated `allowed`."""
     if mask is not None:
-        found = tl.load(mask + at, mask=allowed, other=0)
+        entries = tl.load(mask + at, mask=allowed, other=0)
         if MASK_IS_BOOL:
-            allowed &= found != 0
+            allowed &= entries != 0
         else:
-            scores += found.to(tl.float32)
-            allowed &= found != float("-inf")
+            scores += entries.to(tl.float32)
+            allowed &= entries != float("-inf")
     return tl.where(allowed, scores, float("-inf")), allowed
 
 

@@ -1,4 +1,4 @@
-"""Multiply tokens by the experts that a router chose, and sum what a token's experts give.
+"""Multiply tokens by the experts that a router chose, and sum the outputs of a token's experts.
 
 A route is one pair (token, expert), counted as token * routes + route. The rows of an expert are `outputs` consecutive
 rows of a tall matrix. Few routes: each streams the rows of its expert. Many: routes that are sorted by expert and cut

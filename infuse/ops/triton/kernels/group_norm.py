@@ -52,9 +52,9 @@ def solve_groups(
     more = tl.zeros((BLOCK,), tl.float32)
     if added is not None:
         more += tl.load(added + sample * added_step + channel, mask=inside, other=0.0).to(tl.float32)
-    own = tl.where(inside, total / positions + base + more, 0.0)
-    mean = tl.sum(own, 0) / width
-    apart = tl.where(inside, own - mean, 0.0)
+    channel_mean = tl.where(inside, total / positions + base + more, 0.0)
+    mean = tl.sum(channel_mean, 0) / width
+    apart = tl.where(inside, channel_mean - mean, 0.0)
     variance = tl.sum(tl.where(inside, squares / positions, 0.0) + apart * apart, 0) / width
     scale = tl.zeros((BLOCK,), tl.float32) + tl.rsqrt(tl.where(variance < 0, 0.0, variance) + eps)
     if weight is not None:

@@ -14,7 +14,7 @@ def turned(x, head, heads, column, width, cos, sin, turned_width, head_stride, I
     Columns from turned_width on are unchanged.
     """
     inside = (head < heads) & (column < width)
-    own = tl.load(x + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
     if INTERLEAVED:
         partner = column ^ 1
         sign = tl.where(column % 2 == 0, -1.0, 1.0)
@@ -23,10 +23,10 @@ def turned(x, head, heads, column, width, cos, sin, turned_width, head_stride, I
         partner = tl.where(column < half, column + half, column - half)
         sign = tl.where(column < half, -1.0, 1.0)
     cos_sin = inside & (column < turned_width)
-    other = tl.load(x + head * head_stride + partner, mask=cos_sin, other=0.0).to(tl.float32)
+    partners = tl.load(x + head * head_stride + partner, mask=cos_sin, other=0.0).to(tl.float32)
     c = tl.load(cos + column, mask=column < turned_width, other=1.0).to(tl.float32)
     s = tl.load(sin + column, mask=column < turned_width, other=0.0).to(tl.float32)
-    return tl.where(column < turned_width, own * c + other * (sign * s), own)
+    return tl.where(column < turned_width, values * c + partners * (sign * s), values)
 
 
 @triton.jit
