@@ -91,9 +91,7 @@ class LayerSource:
 
 
 class Rehearsal(LayerSource):
-    """The values of the live `model` for changes that `undo` takes back when it is closed; parameters stay as they
-    are.
-    """
+    """Values of the live `model` for a dry run: closing `undo` reverts all changes, and parameters are not cast."""
 
     def __init__(self, model: nn.Module, undo: ExitStack):
         super().__init__(model)
@@ -103,7 +101,7 @@ class Rehearsal(LayerSource):
         put(self._undo, mapping, key, value)
 
     def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Do nothing: what takes the parameter over is thrown away."""
+        """Do nothing: the module that takes over the parameter is discarded."""
 
 
 class CheckpointLoader(LayerSource):
@@ -196,7 +194,7 @@ class CheckpointLoader(LayerSource):
         kept = [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)]
         self._place(kept, None)
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        assert not any(tensor.is_meta for _, tensor in tensors), [name for name, one in tensors if one.is_meta]
+        assert not any(tensor.is_meta for _, tensor in tensors), [name for name, tensor in tensors if tensor.is_meta]
 
     @contextmanager
     def loaded(self, path: str, *, as_placed: bool = False) -> Iterator[None]:
