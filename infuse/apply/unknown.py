@@ -37,8 +37,9 @@ def proven(step: Step, cases: list[Case], builder: Builder) -> tuple[int, str | 
     first = None
     for number, interpretation in enumerate((step, *step.others)):
         plain = interpretation.plain
-        looks = (partial(trial.run_alone, plain), partial(trial.structure, plain), partial(trial.result, interpretation))
-        mismatch = next(filter(None, map(agreed, looks)), None)
+        run_alone, structure = partial(trial.run_alone, plain), partial(trial.structure, plain)
+        looks = (run_alone, structure, partial(trial.result, interpretation))
+        mismatch = next((reason for look in looks if (reason := agreed(look))), None)
         if mismatch is None:
             return number, None
         first = first or mismatch
