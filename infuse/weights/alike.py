@@ -81,7 +81,7 @@ def _weighted(values: Tensor) -> Tensor:
 
 
 def _public(value: Any) -> Any:
-    """The value without private entries such as paths, which may differ between hosts."""
+    """Drop private entries such as paths, which may differ between hosts."""
     if not isinstance(value, Mapping):
         return value
     entries = ((str(name), inner) for name, inner in value.items())

@@ -1,4 +1,4 @@
-"""Where new layers take their values from: a live model, or a checkpoint that is loaded into a live or meta model.
+"""Sources of the values of new layers: a live model, or a checkpoint that is loaded into a live or meta model.
 
 While a checkpoint is loaded, tensors of layers that will be replaced stay on meta. They are read when the new layer is
 filled, or while the old one has to run. All other tensors are read once and placed. A failure restores the model.
@@ -127,7 +127,7 @@ class CheckpointLoader(LayerSource):
         self._spots: dict[int, list[_Spot]] = {}
         self._room_bytes = int(KEPT_BYTES * sum(math.prod(tensor.shape) for tensor in self._tensors.values()))
         self._kept: dict[tuple[str, torch.dtype | None], Tensor] = {}
-        self._loaded: set[int] = set()  # ids of the parameters of layers that have their values for now
+        self._loaded: set[int] = set()  # ids of parameters that have their values temporarily
 
     def __enter__(self) -> CheckpointLoader:
         names: dict[int, str] = {}
@@ -273,7 +273,7 @@ class CheckpointLoader(LayerSource):
         return parameter
 
     def _for_proofs(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """Read the tensor `name`, or return it again if there was room to keep it."""
+        """Read the tensor `name`; keep it for later proofs if the budget allows."""
         dtype = None if dtype == self._tensors[name].dtype else dtype
         value = self._kept.get((name, dtype))
         if value is None:
