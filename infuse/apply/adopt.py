@@ -56,7 +56,7 @@ def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None
 
 
 def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
-    """`adopt`, and let the block take the keywords that the layer at `path` of `model` ignores."""
+    """`adopt`, and make the block accept the keywords that the layer at `path` of `model` ignores."""
     assert isinstance(new, Block), new
     parts, kind = path.split("."), cast(Any, type(old))
     above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
@@ -75,7 +75,7 @@ def as_module(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> No
 
 
 def nothing(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
-    """The layer keeps its forward, or makes no new module; its new linears adopt the old ones when they are put in."""
+    """Do nothing: the layer keeps its forward, and its new linears adopt the old ones when they are put in."""
 
 
 def _experts(module: nn.Module) -> list[Experts]:
@@ -83,7 +83,7 @@ def _experts(module: nn.Module) -> list[Experts]:
 
 
 def _settle(new: Any, *originals: nn.Module) -> None:
-    """Take over the numbers and words of the modules that `new` replaces, and let it refuse other values for them."""
+    """Copy the plain settings of the modules that `new` replaces, and make `new` refuse other values for them."""
     settled = set(type(new).settled)
     for name, value in (item for original in originals for item in vars(original).items()):
         if not _is_setting(name, value):
@@ -107,12 +107,12 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
     for name, value in vars(old).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             object.__setattr__(new, name, value)  # same dict, so that the user's handles can still remove their hooks
-        elif name not in vars(new):  # also what hooks on the layer read, such as a steering vector
+        elif name not in vars(new):  # includes attributes that hooks read, such as a steering vector
             object.__setattr__(new, name, value)
 
 
 def require_grad(new: nn.Module, old: nn.Module) -> None:
-    """Set requires_grad on new parameters if any old one had it, so that backward is refused and not cut short."""
+    """Set requires_grad on new parameters if any old one had it, so that backward raises instead of stopping short."""
     handed_on = {id(parameter) for parameter in old.parameters()}
     required = any(parameter.requires_grad for parameter in old.parameters())
     for parameter in new.parameters():

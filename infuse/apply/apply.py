@@ -37,9 +37,9 @@ Progress = Callable[[int, int, str], None]  # done, total, description
 
 @dataclass(frozen=True)
 class Proven:
-    """A plan whose steps were proven; `carry_out` makes the replacements in the source's model.
+    """A plan with proven steps; `carry_out` makes the replacements in the source's model.
 
-    `modules`: of a checkpoint, those that were proven, so that their tensors are not made twice.
+    `modules`: proven modules built from a checkpoint, reused so that their tensors are not built twice.
     """
 
     plan: Plan
@@ -84,10 +84,10 @@ class Proven:
         return self.plan.executed(self.accepted, verdict.refused, verdict.instead, after_bytes, verdict.notes)
 
     def _rehearse(self, sharing: Sharing) -> dict[str, nn.Module]:
-        """Make all replacements without values and undo them: what raises does so while the model is the original.
+        """Make all replacements without values and undo them, so that errors surface while the model is unchanged.
 
-        Return the layers and modules that were made, by path. Afterwards old weights go as soon as they are used, so
-        that nothing could bring them back.
+        Return the new layers and modules by path. The real replacement frees old weights as it goes and cannot be
+        undone.
         """
         with ExitStack() as undo:
             source = Rehearsal(self.model, undo)
@@ -111,9 +111,9 @@ def prove(
 ) -> Proven:  # fmt: skip
     """Prove the steps of `plan` on a live `model`, in which nothing is replaced yet.
 
-    `calls` of its modules, by path, were recorded in a step of the model's pipeline. `group` holds the ranks of the
-    plan's mesh; all of them take part, also in every proof. Raises ProofError under verify="strict" if a step fails its
-    proof. Raises RankError if another rank decided otherwise or is gone.
+    `calls`: calls of its modules by path, recorded in a step of the model's pipeline. `group`: the ranks of the plan's
+    mesh, which all take part in every proof. Raises ProofError under verify="strict" if a step fails its proof, and
+    RankError if another rank has a different plan or is gone.
     """
     group.check_same({"the plan": plan.digest()}, "the plan")
     if group.size > 1:
@@ -146,5 +146,5 @@ def _proven(
     try:
         proofs.run(progress)
     finally:
-        plan.close()  # else it would hold the old modules while they are replaced
+        plan.close()  # otherwise it keeps the old modules alive while they are replaced
     return Proven(plan, source, builder, proofs.verdict(), proofs.trial.modules)

@@ -1,4 +1,4 @@
-"""Build the new module of a step and fill it, or give it the tensors that earlier modules made of the same weights."""
+"""Build and fill the new module of a step, reusing tensors that earlier modules made from the same weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from infuse.weights.loader import LayerSource
 
 
 class Made:
-    """Modules that hold tensors made from shared weights, by key of `Sharing`; and `proven` modules, by their steps.
+    """Modules with tensors made from shared weights, by key of `Sharing`, and `proven` modules by step.
 
-    A proven module gives its tensors to the first module that is made for its step.
+    A proven module passes its tensors to the first module that is built for its step.
     """
 
     def __init__(self, sharing: Sharing, proven: Iterable[tuple[Step, nn.Module]] = ()):
@@ -65,7 +65,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Making:
-    """How modules of one kind are made: `build` makes one without values, `adopt` lets it replace the old one.
+    """How to make modules of one kind: `build` makes one without values, `adopt` lets it replace the old one.
 
     `adopt` gets the new and the old module, and the model with the old one's path.
     """
@@ -74,7 +74,7 @@ class Making:
     adopt: Callable[[nn.Module, nn.Module, nn.Module, str], None]
 
     def empty(self, step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
-        """The module of `step` on meta. Embeddings return `dtype`; `group` holds the ranks that share the module."""
+        """Build the module of `step` on meta. Embeddings return `dtype`; `group`: the ranks that share the module."""
         with torch.device("meta"):
             return self.build(step, dtype, group)
 
@@ -97,8 +97,8 @@ class Builder:
     ) -> nn.Module:
         """Build and fill the new module in `dtype` (None: the source's).
 
-        With `made`, it shares the tensors that earlier modules made from the same weights, and is remembered there.
-        `empty`: what was built of this step without values before.
+        With `made`, it reuses tensors that earlier modules made from the same weights, and is remembered there.
+        `empty`: the module if it was already built without values.
         """
         old = self.source.model.get_submodule(step.path)
         making = self.making(step)

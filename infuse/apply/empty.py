@@ -44,7 +44,7 @@ def module(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
 
 
 def rank_part(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
-    """A rank's linears and tables of a layer, at their paths in the layer."""
+    """Build a rank's linears and tables of a layer, at their paths in the layer."""
     shape = step.shape
     assert isinstance(shape, SplitShape), step
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
@@ -64,7 +64,7 @@ def rank_part(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
 
 
 def _place(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the owner and the name of what belongs at `path`, creating missing modules above it."""
+    """Return the owner and leaf name for `path`, creating missing modules above it."""
     *above, leaf = path.split(".")
     for name in above:
         if name not in root._modules:
@@ -96,7 +96,7 @@ def experts(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     cls: Any = Routed if isinstance(shape, RoutedShape) else CALLED[shape.call]
     made = cls(shape, step.formats, dict(step.bodies), group.adds(step.path) if step.whole else None)
     if isinstance(step.whole, ExpertsShape):
-        made.num_experts = step.whole.count  # those that the caller routes to
+        made.num_experts = step.whole.count  # the number that the caller routes to
     return made
 
 

@@ -1,4 +1,4 @@
-"""The table of step kinds: how each is built, given cases, proven and put in. Its row in plan.kinds says what it is."""
+"""The table of step kinds: how to build, record, prove and put in each. plan.kinds has the data of each kind."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ALL = 1 << 16  # modules of diffusers have small inputs
 
 @dataclass(frozen=True)
 class Work(Making):
-    """What is done for a step of one kind, beside the making of its module.
+    """The work on steps of one kind, besides building modules.
 
-    `cases` finds those of up to `at_once` steps; `prove` returns why a step is refused, or None; `put_in` replaces.
+    `cases` records those of up to `at_once` steps; `prove` returns why a step is refused, or None; `put_in` replaces.
     """
 
     cases: Callable[[Trial, Sequence[Step]], recording.Cases]

@@ -38,7 +38,7 @@ from infuse.weights.sources import SAVED, find_files
 
 @dataclass(frozen=True)
 class Loaded:
-    """The plan as decided and as executed, and the effective config: shards themselves state what they hold."""
+    """The plan as decided and as executed, and the effective config, which takes dtype and format from shards."""
 
     decided: Plan
     done: Plan
@@ -49,7 +49,7 @@ def load(
     model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, group: Group = LOCAL,
     progress: Progress | None = None,
 ) -> Loaded:  # fmt: skip
-    """Plan, and execute the plan with `config`'s checkpoint: on one rank of `mesh` its part, in step with its `group`.
+    """Make a plan and execute it with `config`'s checkpoint: on one rank of `mesh`, in step with its `group`.
 
     On CheckpointError, ConfigError or ProofError, `model` still has all its tensors and modules, on all ranks. Loading
     a model on meta takes the memory of the result plus one layer. A live model's old values are kept until all new ones
@@ -98,7 +98,7 @@ def _coded_notes(source: ModelTensors, plan: Plan) -> Iterator[str]:
     """Notes on matrices that the checkpoint stores in a number format, unless they keep their codes."""
     fills = ((step.path, fill) for step in plan.steps for fill in step.fills)
     planned = {f"{path}.{name}": fill.format for path, fill in fills for name in fill.sources}
-    others: dict[tuple[str, bool], dict[str, str]] = {}  # (format, is of experts) → name → what it becomes
+    others: dict[tuple[str, bool], dict[str, str]] = {}  # (format, is of experts) → name → new format or dtype
     for name, tensor in sorted(source.tensors.items()):
         if (coded := tensor.coded) is None:
             continue
@@ -117,7 +117,7 @@ def _coded_notes(source: ModelTensors, plan: Plan) -> Iterator[str]:
 
 
 def _mapping_notes(shards: SavedShards | None, model: nn.Module) -> Iterator[str]:
-    """Notes for experts="mmap": which experts are in memory nevertheless, and why."""
+    """Yield notes for experts="mmap": which experts are in memory anyway, and why."""
     if shards is None or not shards.maps:
         return
     by_reason: dict[str, list[str]] = {}
@@ -183,9 +183,9 @@ def _check_saved(model: nn.Module, shards: SavedShards, plan: Plan) -> None:
     for step in packed:
         old = model.get_submodule(step.path)
         packed_fills = [fill for fill in step.fills if packed_fill(step, fill)]
-        own = [fill for fill in packed_fills if id(tensor_at(old, fill.sources[0])) not in outside]
-        wanted = saved_tensors(work_of(step).empty(step, plan.dtype), step.path, own)
-        faults = (shards.fault(name, one) for name, one in wanted.items())
+        inner_fills = [fill for fill in packed_fills if id(tensor_at(old, fill.sources[0])) not in outside]
+        wanted = saved_tensors(work_of(step).empty(step, plan.dtype), step.path, inner_fills)
+        faults = (shards.fault(name, tensor) for name, tensor in wanted.items())
         wrong += [fault for fault in faults if fault]
     if wrong:
         raise CheckpointError(f"{shards.form} are not this model's:\n  " + "\n  ".join(wrong))

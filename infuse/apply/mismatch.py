@@ -1,4 +1,4 @@
-"""How each kind of step is proven: why the new module is refused, or None."""
+"""The proof of each kind of step: return why the new module is refused, or None."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = 
         heads = [head for other, head in trial.modules if step.shares and other.path == step.shares]
         new = trial.builder.sharing(step, heads[0]) if heads else trial.builder.built(step, dtype)
         mismatch = compare.result_mismatch(new, step, cases, wanted, dtype)
-    if mismatch is None and not source.is_live and not heads:  # beside a live model it takes memory
+    if mismatch is None and not source.is_live and not heads:  # a live model leaves no memory for it
         trial.modules.append((step, new))
     return mismatch
 
@@ -47,7 +47,7 @@ def of_layer(trial: Trial, step: Step, cases: list[Case]) -> str | None:
 
 
 def of_called(trial: Trial, step: Step, cases: list[Case]) -> str | None:
-    """Compare the outputs, and the results of the module that calls the new one, if that is known."""
+    """Compare the outputs, and the results of the calling module if it is known."""
     mismatch = of_result(trial, step, cases)  # it has no structure to verify
     caller = trial.callers.pop(step.path, None)  # pop it to free its recorded arguments
     if mismatch or caller is None:
@@ -60,7 +60,7 @@ def of_called(trial: Trial, step: Step, cases: list[Case]) -> str | None:
 
 
 def of_routed(trial: Trial, step: Step, cases: list[Case]) -> str | None:
-    """Compare with an original that computes every token. Its caller reads more than what it returns."""
+    """Compare with an original that drops no token. Its caller is not run, because it reads more than the output."""
     with without_drops(trial.model.get_submodule(step.path)):
         return of_result(trial, step, cases)
 
@@ -80,7 +80,7 @@ def of_attention(trial: Trial, step: Step, cases: list[Case]) -> str | None:
     with trial.builder.source.running(), ExitStack() as undo:
         try:
             wanted = compare.model_outputs(model)
-        except Exception as error:  # such as a tower that wants the sizes of pictures; nothing of ours has failed
+        except Exception as error:  # e.g. a vision tower that needs image sizes; not our failure
             return f"{NOT_RUN}: {in_brief(error)}"
         install_hook(model, body, partial(put, undo))
         with counted(body) as calls:

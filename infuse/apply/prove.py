@@ -1,6 +1,6 @@
 """Prove the steps of a plan before anything is swapped, one of each kind or all of them, on all ranks in step.
 
-Of a place whose step is refused, the next candidate is tried.
+If a step is refused, the next candidate of its place is tried.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ Progress = Callable[[int, int, str], None]  # done, total, description
 
 @dataclass(frozen=True)
 class Verdict:
-    """The steps that were proven, in the proven interpretation; those that were not, with the reason; the candidates
-    that were taken instead of these; and notes for the plan.
-    """
+    """Accepted steps in their proven interpretation, refused ones with reasons, candidates taken instead, and notes."""
 
     accepted: list[Step]
     refused: list[Left]
@@ -44,11 +42,11 @@ class Verdict:
 
 @dataclass
 class Proofs:
-    """The proofs of a plan's steps and, for refused ones, of their places' next candidates."""
+    """Proofs of a plan's steps and, after refusals, of the next candidates of their places."""
 
     trial: Trial
     steps: list[Step] = field(default_factory=list)
-    instead: dict[str, Candidate] = field(default_factory=dict)  # the last one that was tried, by path of its place
+    instead: dict[str, Candidate] = field(default_factory=dict)  # path of a place → the candidate tried last
     refused: dict[tuple, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -90,7 +88,7 @@ class Proofs:
         return Verdict(accepted, refused, instead, [*self.notes, *self._notes_of(accepted, instead)])
 
     def _notes_of(self, accepted: Sequence[Step], instead: Sequence[Candidate]) -> list[str]:
-        """What the plan says of the candidates that were taken instead of refused steps."""
+        """Return the plan's notes on the candidates taken instead of refused steps."""
         if not instead:
             return []
         device = Device.of(self.trial.builder.source.device)
@@ -119,7 +117,7 @@ class Proofs:
                 work = work_of(step)
                 alike = [other for other in steps[done:] if work_of(other) is work]
                 cases |= work.cases(trial, alike[: work.at_once])
-            if step.is_called and called:  # late: recorded arguments take no memory during proofs of blocks
+            if step.is_called and called:  # as late as possible: recorded arguments take memory
                 trial.callers, reasons = find_callers(trial.model, called, trial.builder.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
             mismatch = self._mismatch(step, cases.pop(step.path))
@@ -132,7 +130,7 @@ class Proofs:
         self.refused |= together([(step, trial.key(step)) for step in tried], self.refused)
 
     def _mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
-        """Why any rank refuses the step; None if it is proven on all. `cases` is a reason if there are none."""
+        """Return why any rank refuses the step; None if it is proven on all. `cases`: a reason if there are none."""
         prove = work_of(step).prove
         if isinstance(cases, str):
             mismatch: str | None = cases

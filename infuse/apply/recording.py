@@ -21,7 +21,7 @@ from infuse.proof.first_step import FIRST_STEP
 from infuse.proof.sessions import Session, block_sessions, model_sessions
 
 Cases = dict[str, list[Case] | str]  # by path; or the reason why there are none
-# Records the cases of layers, with the calls of them that are there already.
+# Records the cases of layers, given their calls that are already recorded.
 _Record = Callable[[Mapping[str, nn.Module], Mapping[str, Call]], dict[str, list[Case]]]
 
 
@@ -74,7 +74,7 @@ def of_matrices(trial: Trial, steps: Sequence[Step]) -> Cases:
 
 
 def of_attention(trial: Trial, steps: Sequence[Step]) -> Cases:
-    """None: the proof runs the whole model."""
+    """Return no cases: the proof runs the whole model."""
     return {step.path: [] for step in steps}
 
 
@@ -91,7 +91,7 @@ def _in_sessions(
 
 
 def _recorded(trial: Trial, paths: Sequence[str], record: _Record) -> Cases:
-    """The cases that `record` finds, or the reason why it finds none."""
+    """Return the cases that `record` finds, or the reason why there are none."""
     layers = {path: trial.model.get_submodule(path) for path in paths}
     calls = {path: trial.calls[path] for path in paths if path in trial.calls}
     reason, cases = "the model did not call it", dict[str, list[Case]]()

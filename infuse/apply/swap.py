@@ -21,10 +21,10 @@ from infuse.weights.state import keep_names
 
 
 class Swaps:
-    """The swaps of `steps`, which have this `sharing`, in the source's model: layers that share weights also share the
+    """Swaps the modules of `steps` in the source's model. With `sharing`, layers that share weights also share the
     tensors made from them.
 
-    `rehearsed`: modules that were made without values for steps of these paths, and are filled now.
+    `rehearsed`: modules by path that were already built without values and are filled now.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the proofs of a plan's steps share: the model, the builder, and what one proof leaves for the next."""
+"""State shared by the proofs of a plan's steps: the model, the builder, and results of earlier proofs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from infuse.proof.in_place import Caller
 
 @dataclass
 class Trial:
-    """`calls` of modules, by path, were recorded in a step of the model's pipeline.
+    """State of the proofs. `calls`: calls of modules by path, recorded in a step of the model's pipeline.
 
-    `callers` are those of linears and experts, by path. `interpretations`: key of a layer that keeps its forward →
-    number of the one that was proven. `modules` were proven and can be put in.
+    `callers`: of linears and experts, by path. `interpretations`: key of a layer that keeps its forward → number of the
+    proven interpretation. `modules`: proven modules that can be put in.
     """
 
     plan: Plan
@@ -31,8 +31,8 @@ class Trial:
     callers: dict[str, Caller] = field(default_factory=dict)
     interpretations: dict[tuple, int] = field(default_factory=dict)
     modules: list[tuple[Step, nn.Module]] = field(default_factory=list)
-    _keys: dict[int, tuple[Step, tuple]] = field(default_factory=dict)  # by id of the step, which is held with it
-    _numbers: dict[tuple, int] = field(default_factory=dict)  # of likenesses, as these take long to compare
+    _keys: dict[int, tuple[Step, tuple]] = field(default_factory=dict)  # by id of the step, which is kept alive here
+    _numbers: dict[tuple, int] = field(default_factory=dict)  # by likeness, because likenesses are slow to compare
 
     @property
     def model(self) -> nn.Module:

@@ -35,9 +35,11 @@ def proven(step: Step, cases: list[Case], builder: Builder) -> tuple[int, str | 
     if mismatch := agreed(trial.expect):
         return 0, mismatch
     first = None
-    for number, one in enumerate((step, *step.others)):
-        looks = (partial(trial.run_alone, one.plain), partial(trial.structure, one.plain), partial(trial.result, one))
-        mismatch = next((found for look in looks if (found := agreed(look))), None)
+    for number, interpretation in enumerate((step, *step.others)):
+        plain = interpretation.plain
+        run_alone, structure = partial(trial.run_alone, plain), partial(trial.structure, plain)
+        looks = (run_alone, structure, partial(trial.result, interpretation))
+        mismatch = next((reason for look in looks if (reason := agreed(look))), None)
         if mismatch is None:
             return number, None
         first = first or mismatch
@@ -60,7 +62,7 @@ def _held_in_float32(layer: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Trial:
-    """The layer and its cases, on which interpretations are tried, and the outputs to expect."""
+    """A layer, the cases to try its interpretations on, and the expected outputs."""
 
     layer: nn.Module
     cases: list[Case]
@@ -96,9 +98,9 @@ class _Trial:
 
 
 def together(steps: Sequence[tuple[Step, tuple]], refused: Mapping[tuple, str]) -> dict[tuple, str]:
-    """Map keys to reasons for layers refused along with others of their class.
+    """Map keys to reasons for layers that are refused because another layer of their class was.
 
-    The first layer of the class computes the biases of all heads for those that follow.
+    The first layer of such a class computes the head biases for the following ones.
     """
     classes = {step.layer for step, _ in steps if isinstance(step.shape, SplitShape) and step.shape.tables}
     fallen = {step.layer: step.path for step, key in steps if key in refused and step.layer in classes}

@@ -1,7 +1,6 @@
-"""KVCache: a slot for each layer, of the kind that the layer asks for, behind transformers' Cache protocol.
+"""KVCache: one slot per layer, of the kind that the layer requests, behind transformers' Cache protocol.
 
-The model's mask applies sliding windows. Our attention reads rows of an int8 cache as they are stored, all others get
-dequantized values.
+The model's mask applies sliding windows. Our attention reads an int8 cache as stored; others get dequantized values.
 
 A CUDA graph must not depend on a host number that changes at every step. For a capture, `hold_place` gives the slots a
 device tensor with the next token's index. Attention then reads all S keys, and a mask hides the unused ones.
@@ -23,7 +22,7 @@ Kind = TypeVar("Kind", bound=Slot)
 
 
 class KVCache(Cache):
-    """A cache of slots, created when layers first ask for them.
+    """A cache of slots, created when layers first request them.
 
     `capacity_tokens` preallocates room for that many tokens; `limit_tokens` caps them (ContextLimitError beyond).
     Without them the storage starts with room for the first call and doubles. `format`: None or one of
@@ -40,12 +39,12 @@ class KVCache(Cache):
         super().__init__(layer_class_to_replicate=make_slot)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
-        """Keys and values of each layer, and no window, as DynamicCache gives them."""
+        """Iterate over (keys, values, no window) of each layer, like DynamicCache."""
         return ((getattr(slot, "keys", None), getattr(slot, "values", None), None) for slot in self.layers)
 
     @property
     def max_cache_len(self) -> int:
-        """Most tokens, -1 without a limit: PEFT's prefix tuning asks for it."""
+        """Maximum number of tokens, -1 without a limit; read by PEFT's prefix tuning."""
         return -1 if self.limit_tokens is None else self.limit_tokens
 
     @overload
@@ -64,7 +63,7 @@ class KVCache(Cache):
                     f"past_key_values: layer {index} of the cache was filled as a {type(slot).__name__} by another "
                     "model; fill a new cache with this one"
                 )
-            slot = layers[index] = kind(*self._settings)  # made for a layer after it, or by another model
+            slot = layers[index] = kind(*self._settings)  # created as a filler for a later layer, or by another model
         return slot
 
     def slot_of(self, index: int, part: str, kind: type[Kind]) -> Kind:
@@ -99,14 +98,14 @@ class KVCache(Cache):
             slot.batch_select_indices(indices)
 
     def snapshot(self) -> None:
-        """Make it possible to `rewind` to here."""
+        """Mark a point that `rewind` can return to."""
         for slot in self.slots:
             slot.snapshot()
 
     def rewind(self, tokens: int) -> int:
-        """Drop the last tokens, so that at most `tokens` are left, and return how many are.
+        """Drop the last tokens so that at most `tokens` are left; return how many are left.
 
-        That is `tokens`, or fewer where a layer holds a state: those of the last snapshot, or none.
+        Layers with a recurrent state can only go back to their last snapshot, or to zero tokens.
         """
         kept = min((slot.rewind(tokens) for slot in self.layers), default=0)
         for slot in self.layers:
@@ -136,7 +135,7 @@ class KVCache(Cache):
             slot.hold_place(place, count)
 
     def even(self, batch: int) -> bool:
-        """Whether all layers hold keys and values of `batch` rows, of equally many tokens and with equal capacity."""
+        """Whether all layers hold keys and values of `batch` rows, with equal lengths and capacities."""
         storages = self.storages()
         if not all(type(slot) is KVSlot for slot in self.slots):
             return False
@@ -146,7 +145,7 @@ class KVCache(Cache):
         return alike and storages[0].shape[0] == batch
 
     def storages(self) -> list[Tensor]:
-        """What all layers hold: keys and values, [B, K, S, D] each, and states."""
+        """Storage of all layers: keys and values, [B, K, S, D] each, and states."""
         return [storage for slot in self.slots for storage in slot.storages]
 
     def nbytes(self) -> int:

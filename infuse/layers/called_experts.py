@@ -1,4 +1,4 @@
-"""Experts whose callers do not pass routes: each class turns its original's call into routes."""
+"""Experts whose callers do not pass routes: each class converts its original's call to routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BatchedExperts(Experts):
 class OneHotExperts(Experts):
     """forward(hidden_states [T, H], selected_experts [T, 1, E], routing_weights [T, 1]) → [T, H].
 
-    A token without a 1 in its row is in no expert: its result is zero.
+    A token without a 1 in its row has no expert, and its result is zero.
     """
 
     def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class EveryExpert(Experts):
         x_NH = hidden_states.view(-1, hidden_states.shape[-1])
         rows_R = x_NH.ne(0).any(dim=-1).nonzero()[:, 0]
         index_R1 = (rows_R // (len(x_NH) // self.num_experts)).unsqueeze(1)
-        found = super().forward(x_NH[rows_R], index_R1, x_NH.new_ones(len(rows_R), 1))
-        return x_NH.new_zeros(x_NH.shape).index_copy(0, rows_R, found)
+        y_RH = super().forward(x_NH[rows_R], index_R1, x_NH.new_ones(len(rows_R), 1))
+        return x_NH.new_zeros(x_NH.shape).index_copy(0, rows_R, y_RH)
 
 
 CALLED: Mapping[str, type[Experts]] = MappingProxyType(

@@ -20,7 +20,7 @@ from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
-# The files of the bases of all models, whose words mean nothing to a single one.
+# Modules with base classes of all models: a word in them says nothing about a single model.
 _BASES = re.compile(r"builtins|torch\.|transformers\.(?!models\.)")
 _NO_MODELS = frozenset({"builtins", "torch.nn.modules.module"})
 # The arguments that a block computes with, under the names that families use.
@@ -39,10 +39,10 @@ NEUTRAL = frozenset({
 
 @lru_cache(maxsize=256)
 def ignored_keywords(layer: Any, inside: frozenset[type], above: frozenset[type]) -> frozenset[str]:
-    """Keywords that the models around a layer name, and that the layer takes and never reads.
+    """Find keywords that the enclosing models mention and that the layer accepts but never reads.
 
-    `inside` are the classes of the layer's modules, `above` those of the models. A model may pass such a keyword
-    through all of its layers, as Video-LLaVA does with the one that selects features of pictures.
+    `inside`: classes of the layer's modules. `above`: classes of the models. Some models pass such keywords through
+    all of their layers: Video-LLaVA does with the one that selects image features.
     """
     arguments = inspect.signature(layer.forward).parameters.values()
     if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
@@ -58,7 +58,7 @@ def ignored_keywords(layer: Any, inside: frozenset[type], above: frozenset[type]
 
 
 def _words_of_files(names: Iterable[str]) -> set[str] | None:
-    """All words in the source of these files; None if there is no source, so that they may read anything."""
+    """Collect all words in the source of these modules; None without source, which may then read anything."""
     try:
         sources = [inspect.getsource(sys.modules[name]) for name in names]
     except (OSError, TypeError, KeyError):
@@ -84,9 +84,9 @@ def unserved(kwargs: Mapping[str, Any], served: frozenset[str]) -> dict[str, Any
     }
 
 
-def refuse_arguments(layer: str, given: Mapping[str, Any], served: frozenset[str]) -> None:
-    """Raise UnsupportedCall naming the arguments in `given`."""
-    names = ", ".join(sorted(given))
+def refuse_arguments(layer: str, arguments: Mapping[str, Any], served: frozenset[str]) -> None:
+    """Raise UnsupportedCall naming the `arguments`."""
+    names = ", ".join(sorted(arguments))
     raise UnsupportedCall(
         f"{layer} was called with {names}, which its replacement does not support; it supports "
         f"{', '.join(sorted(served - NEUTRAL))}. "
@@ -95,13 +95,13 @@ def refuse_arguments(layer: str, given: Mapping[str, Any], served: frozenset[str
 
 
 def refuse_unknown(module: str, args: tuple, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
-    """Raise UnsupportedCall if `args` are not empty, or if `kwargs` have anything but None and what is `served`.
+    """Raise UnsupportedCall for positional arguments, and for keywords that are neither None nor `served`.
 
-    For modules that take their arguments by name: pass what is left of a call's arguments.
+    For modules that take arguments by name: pass the remaining arguments of a call.
     """
-    given = unserved(kwargs, frozenset(served))
+    arguments = unserved(kwargs, frozenset(served))
     more = {f"{len(args)} more positional arguments"} if any(arg is not None for arg in args) else set()
-    if names := ", ".join(sorted({*given, *more})):
+    if names := ", ".join(sorted({*arguments, *more})):
         raise UnsupportedCall(
             f"{module} was called with {names}, which its replacement does not support; it supports "
             f"{', '.join(('hidden_states', *served))}. "
@@ -113,8 +113,8 @@ def check_mask(mask: Any, layer: str) -> None:
     """Raise UnsupportedCall unless `mask` is a boolean or additive mask [batch, heads or 1, queries or 1, keys]."""
     if isinstance(mask, Tensor) and mask.dim() == 4 and (mask.dtype.is_floating_point or mask.dtype.itemsize == 1):
         return
-    found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    description = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedCall(
-        f"{layer} was given {found} as attention_mask; its replacement supports "
+        f"{layer} was given {description} as attention_mask; its replacement supports "
         "[batch, heads or 1, queries or 1, keys], either boolean (True: may attend) or added to the scores"
     )

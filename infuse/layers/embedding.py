@@ -1,4 +1,4 @@
-"""Embeddings over the quantized table of a head, and over one rank's rows of a table."""
+"""Embeddings that share a head's quantized table, or hold one rank's rows of a table."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def fix_vocabulary(module: nn.Module) -> None:
 
 
 def _tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand for tie_weights, which lm-eval calls, and which looks for parameters: quantized ends are tied already."""
+    """Replace tie_weights, which lm-eval calls and which expects parameters: quantized ends are already tied."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if not all(isinstance(end, Quantized) for end in ends):
         type(model).tie_weights(model, *args, **kwargs)
 
 
 def _refuse_resizing(table: Any, why: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
-    """Stand for resize_token_embeddings of a model with a fixed vocabulary: accept only the present size."""
+    """Replace resize_token_embeddings of a model with a fixed vocabulary: accept only the current size."""
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
     raise UnsupportedCall(
@@ -109,7 +109,7 @@ class RankEmbedding(InferenceModule):
     def forward(self, index: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, index):
             return unrecorded(RankEmbedding.forward, self, index)
-        return looked_up(index, self.shape, lambda own: F.embedding(own, self.weight), self._combine)
+        return looked_up(index, self.shape, lambda local: F.embedding(local, self.weight), self._combine)
 
     def extra_repr(self) -> str:
         return f"{self.shape.rows} of {self.num_embeddings}, {self.embedding_dim}"
@@ -118,17 +118,17 @@ class RankEmbedding(InferenceModule):
 def looked_up(
     index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Tensor], combine: Combine | None
 ) -> Tensor:
-    """Look up rows of a table. If ranks share it, each returns zeros for others' rows, and `combine` adds them up.
+    """Look up rows of a table. If ranks share it, each returns zeros for other ranks' rows, and `combine` sums them.
 
-    Raise IndexError on CPUs if such a table does not have the ids.
+    Raise IndexError on CPUs if ids are outside of a shared table.
     """
     if combine is None:
         return rows(index)
     if index.device.type == "cpu" and index.numel():  # on other devices the host would have to wait
         check(index, shape.all_rows)
-    own = index - shape.first_row
-    elsewhere = (own < 0) | (own >= shape.rows)
-    return combine(rows(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
+    local = index - shape.first_row
+    elsewhere = (local < 0) | (local >= shape.rows)
+    return combine(rows(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
 
 
 def check(index: Tensor, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""The experts of a mixture in one op: the caller chooses the experts of each token and their weights."""
+"""The experts of a mixture, computed in one op. The caller passes the experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
 
-FirstUse = Callable[[Tensor | None], None]  # called with numbers of experts before these are used; None: all
+FirstUse = Callable[[Tensor | None], None]  # called with expert indices before the experts are used; None: all
 
 
 def experts_op(format: str | None) -> str:
@@ -35,7 +35,7 @@ def experts_op(format: str | None) -> str:
 class ExpertMatrix(InferenceModule, NativePart):
     """One matrix of all `experts`, [rows of all experts, inputs], and its bias. `Experts` computes with it.
 
-    `first_use` is set if the weight is mapped from a file. `layout`, the kernel's, is None: it reads plain rows.
+    `first_use` is set if the weight is memory-mapped. The kernel's `layout` is None: it reads plain rows.
     """
 
     struct = "linear"
@@ -53,8 +53,8 @@ class ExpertMatrix(InferenceModule, NativePart):
 
     def arguments(self) -> tuple:
         """The op's arguments for this matrix."""
-        held = self._parameters
-        return held["weight"], held["bias"]
+        parameters = self._parameters
+        return parameters["weight"], parameters["bias"]
 
     def native(self, to: PartWriter) -> None:
         to.must_stay_none("first_use")  # Python checks the pages of mapped experts
@@ -63,7 +63,7 @@ class ExpertMatrix(InferenceModule, NativePart):
     def hold_stored(
         self, tensors: Mapping[str, Tensor], layout: str | None, device: torch.device, first_use: FirstUse | None
     ) -> None:
-        """Hold the weight as it is stored."""
+        """Take the stored weight."""
         assert layout is None, layout
         self.weight, self.first_use = nn.Parameter(tensors["weight"], requires_grad=False), first_use
 
@@ -91,7 +91,7 @@ class QuantizedExpertMatrix(Quantized, NativePart):
         to.tensor("bias")
 
     def unprepare(self) -> None:
-        """Hold the weight as its format defines it, not in the layout of the chosen body."""
+        """Convert the weight from the layout of the chosen body to that of its format."""
         self._take(self.held().tensors, prepared=False)
         self.first_use = None
 
@@ -102,7 +102,7 @@ class QuantizedExpertMatrix(Quantized, NativePart):
 
     @property
     def layout(self) -> str | None:
-        """Name of the layout of the kernel, None if it reads rows or takes no weights of this format and width."""
+        """Name of the kernel's layout; None if it reads rows or does not take this format and width."""
         layout = self._chosen.layout
         if layout is None or not self.prepared or layout.declines(self.format, self.in_features):
             return None
@@ -114,7 +114,7 @@ class QuantizedExpertMatrix(Quantized, NativePart):
         return super().held()
 
     def laid(self) -> QuantizedWeight | None:
-        """The weight in the layout of the kernel, in tensors with the shapes of rows; None if they have none such."""
+        """Return the weight in the kernel's layout, viewed with one row per output; None if that is not possible."""
         layout, rows = self._chosen.layout, self.out_features
         if layout is None or layout.part_rows is None or self.layout is None or rows % layout.part_rows:
             return None
@@ -126,13 +126,15 @@ class QuantizedExpertMatrix(Quantized, NativePart):
     def hold_stored(
         self, tensors: Mapping[str, Tensor], layout: str | None, device: torch.device, first_use: FirstUse | None
     ) -> None:
-        """Hold a weight in the `layout` that it is stored in, without a copy if the kernel reads this layout."""
+        """Take a weight stored in `layout`, without a copy if the kernel reads this layout."""
         sizes = self.out_features, self.in_features
         weight = QuantizedWeight.of(tensors, sizes, self.format)
-        own = self._chosen.layout
+        kernel_layout = self._chosen.layout
         if layout == self.layout:
-            shaped = weight if own is None or own.shaped is None or layout is None else own.shaped(weight)
-            self._take(shaped.tensors, prepared=layout is not None or own is None)
+            shaped = weight
+            if kernel_layout is not None and kernel_layout.shaped is not None and layout is not None:
+                shaped = kernel_layout.shaped(weight)
+            self._take(shaped.tensors, prepared=layout is not None or kernel_layout is None)
             self.first_use = first_use
         else:
             assert layout is not None
@@ -148,9 +150,9 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
     """All experts of one layer. `formats` has the formats of `up.weight` and `down.weight`: both or none.
 
     forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) → [T, H] in the dtype of the hidden states:
-    for each token the weighted sum of its experts; see ops.experts. ValueError for other shapes. `combine` adds up what
-    ranks get of their experts; None: the caller does. `named` computes experts by the function that the config names;
-    None: it cannot name one.
+    for each token the weighted sum of its experts; see ops.experts. ValueError for other shapes. `combine` sums the
+    ranks' partial results; None: the caller does. `named` calls the function that the config names; None: it cannot
+    name one.
     """
 
     struct, mixed = "experts", True
@@ -174,8 +176,8 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
             self.add_module(matrix.target, made)
         op = ops.quantized_experts if formats else ops.experts
         self._bound = op.bound(bodies.get(op.name, ops.REFERENCE))
-        given = (shape.inner, formats["up.weight"], formats["down.weight"]) if formats else ()
-        self._after = (*given, *shape.gate)
+        quantization = (shape.inner, formats["up.weight"], formats["down.weight"]) if formats else ()
+        self._after = (*quantization, *shape.gate)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, up, down, compute = hidden_states, self.up, self.down, self._bound
@@ -189,7 +191,7 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             if isinstance(up, QuantizedExpertMatrix) or self._combine is not None:
                 return unrecorded(Experts.forward, self, hidden_states, top_k_index, top_k_weights)
-            compute = ops.experts.bound(ops.REFERENCE)  # which has gradients, as lone linears do
+            compute = ops.experts.bound(ops.REFERENCE)  # has gradients, like plain linears
         if (up.first_use is not None or down.first_use is not None) and not is_compiling():
             self._first_use(top_k_index)
         if isinstance(up, ExpertMatrix):
@@ -209,9 +211,9 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
         to.part("up")
         to.part("down")
 
-    def _refuse_shapes(self, *given: Tensor) -> NoReturn:
-        found = ", ".join(str(list(tensor.shape)) for tensor in given)
-        raise ValueError(f"experts: found {found}; needed: [T, {self.shape.hidden}], index [T, K] and weights [T, K]")
+    def _refuse_shapes(self, *tensors: Tensor) -> NoReturn:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise ValueError(f"experts: found {shapes}; needed: [T, {self.shape.hidden}], index [T, K] and weights [T, K]")
 
     def _by_name(self, named: NamedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         up, down = self.up, self.down
@@ -221,9 +223,9 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
             if matrix.first_use is not None:
                 matrix.first_use(None)
         dtype = self.running_dtype or up.weight.dtype
-        given = {"up": up.weight, "down": down.weight, "up_bias": up.bias, "down_bias": down.bias}
-        held = {name: None if one is None else one.to(dtype) for name, one in given.items()}
-        return named(held, x.to(dtype), index, weights).to(x.dtype)
+        parameters = {"up": up.weight, "down": down.weight, "up_bias": up.bias, "down_bias": down.bias}
+        cast = {name: None if tensor is None else tensor.to(dtype) for name, tensor in parameters.items()}
+        return named(cast, x.to(dtype), index, weights).to(x.dtype)
 
     def _first_use(self, index: Tensor) -> None:
         for matrix in (self.up, self.down):
@@ -231,7 +233,7 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
                 matrix.first_use(index - self.shape.gate.first)
 
     def _use_reference(self, *matrices: QuantizedExpertMatrix) -> None:
-        """The layout of the body declined the codes of one matrix: the reference computes with both."""
+        """Fall back to the reference for both matrices, because the body's layout declined one."""
         for matrix in matrices:
             if matrix.prepared:
                 matrix.unprepare()
@@ -244,14 +246,15 @@ def _computes_itself(experts: Experts) -> bool:
 
 
 def mapped_bytes(model: nn.Module) -> int:
-    """Bytes of the experts in `model` that are mapped from a file."""
-    matrices = (one for one in model.modules() if isinstance(one, (ExpertMatrix, QuantizedExpertMatrix)))
-    held = ((one, (*one.parameters(), *one.buffers())) for one in matrices if one.first_use is not None)
-    return sum(tensor.nbytes for one, tensors in held for tensor in tensors if tensor is not one.bias)
+    """Bytes of memory-mapped experts in `model`."""
+    matrices = (module for module in model.modules() if isinstance(module, (ExpertMatrix, QuantizedExpertMatrix)))
+    mapped = [matrix for matrix in matrices if matrix.first_use is not None]
+    tensors = ((matrix, tensor) for matrix in mapped for tensor in (*matrix.parameters(), *matrix.buffers()))
+    return sum(tensor.nbytes for matrix, tensor in tensors if tensor is not matrix.bias)
 
 
 def _in_rows(weight: QuantizedWeight, layout: str) -> QuantizedWeight:
-    """A weight that is stored in `layout` as its format defines it. CheckpointError if its kernels cannot run here."""
+    """Convert a weight stored in `layout` to its format's rows. CheckpointError if the kernels cannot run here."""
     body = stored_body(layout)
     assert body.layout is not None and body.layout.shaped is not None
     if why := body.needs(Device.of("cpu"), torch.float32):
@@ -263,7 +266,7 @@ def _in_rows(weight: QuantizedWeight, layout: str) -> QuantizedWeight:
 
 
 def stored_body(layout: str) -> ops.Body:
-    """The body that reads experts in the stored `layout`. CheckpointError if this version has none."""
+    """Return the body that reads experts in the stored `layout`. CheckpointError if there is none."""
     for body in ops.quantized_experts.bodies.values():
         if body.layout is not None and body.layout.shaped is not None and body.layout.name == layout:
             return body

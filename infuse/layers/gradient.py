@@ -1,4 +1,4 @@
-"""Replaced layers compute no gradients, apply no dropout and keep their numbers: else there is an error or a warning.
+"""Replaced layers compute no gradients, apply no dropout and fix their settings; violations raise or warn.
 
 A call that autograd would record runs unrecorded, and a backward pass that reaches its result raises UnsupportedCall.
 """
@@ -22,20 +22,20 @@ _REFUSED = f"{{}} was replaced by infuse, which computes no gradients; {_INSTEAD
 
 
 class Settled(nn.Module):
-    """A module that refuses other values for attributes that were read when it was made.
+    """A module that refuses new values for attributes that were read when it was built.
 
-    `settled` are names of attributes that the original has, such as `top_k`: assigning another value raises
-    UnsupportedCall, because nothing would read it.
+    `settled`: names of such attributes of the original, e.g. `top_k`. Assigning another value raises UnsupportedCall,
+    because nothing would read it.
     """
 
     settled: frozenset[str] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.settled:
-            held = vars(self).get(name)
-            if value is not held and not (isinstance(value, PLAIN) and value == held):
+            setting = vars(self).get(name)
+            if value is not setting and not (isinstance(value, PLAIN) and value == setting):
                 raise UnsupportedCall(
-                    f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was {held!r}, "
+                    f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was {setting!r}, "
                     "and computes with that; set it on the original model, then call init_inference"
                 )
         super().__setattr__(name, value)
@@ -59,7 +59,7 @@ def is_recorded(module: nn.Module, x: Tensor) -> bool:
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Whether autograd follows x, backward or forward."""
+    """Whether autograd tracks x, in backward or forward mode."""
     return x.requires_grad or _has_tangent(x)
 
 
@@ -73,7 +73,7 @@ def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args:
         result = forward(module, x, *args, **kwargs)
     name = type(module).__name__
     if isinstance(result, tuple):
-        return tuple(refusing(one, x, name) if isinstance(one, Tensor) else one for one in result)
+        return tuple(refusing(part, x, name) if isinstance(part, Tensor) else part for part in result)
     return refusing(result, x, name)
 
 

@@ -28,9 +28,9 @@ from infuse.layers.named_attention import is_transformers_own, names_ours
 
 # Arguments that transformers' sdpa function ignores. Calls with any other argument go to that function.
 _KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
-_NAME = "_attn_implementation_internal"  # where a config has the name of its own, not those of configs inside it
+_NAME = "_attn_implementation_internal"  # attribute with a config's own name, not those of inner configs
 _READ = re.compile(r"\b_attn_implementation(_internal)?\b")
-# What is the same for sdpa's name and ours: the function of that name, copies, messages, comparisons with flash's.
+# Uses that do not distinguish sdpa's name from ours: function look-ups, copies, messages, comparisons with flash.
 _BEFORE = re.compile(
     r"""(get_interface\(\s*|\bALL_\w+\[|_CLASSES\[|\{|_attn_implementation = |_requested\(\w+\) else |#[^\n]*)[\w.]*$"""
 )
@@ -51,7 +51,7 @@ def hook_name(body: str) -> str:
 
 @contextmanager
 def counted(body: str) -> Iterator[list[str]]:
-    """Context that collects the classes of the attentions that our op computes, as they call the hook."""
+    """Collect, inside the `with`, the class of each attention module whose hook call our op computes."""
     from transformers.modeling_utils import AttentionInterface
 
     name, calls = hook_name(body), list[str]()
@@ -73,15 +73,15 @@ class HookedAttention:
 
 
 def install_hook(model: Any, body: str, put: Put) -> None:
-    """Let the attention whose config is that of `model` use the hook; `put(mapping, key, value)` makes each change."""
+    """Make attention modules with the config of `model` use the hook; `put(mapping, key, value)` makes each change."""
     put(vars(model.config), _NAME, hook_name(body))
     put(vars(model), "_infuse_attention", HookedAttention(body))
 
 
 def hookable(model: nn.Module, replaced: Sequence[str]) -> dict[str, str | None]:
-    """Paths of the models inside `model`, itself included, in which attention uses sdpa → why it keeps it, or None.
+    """Paths of the models in `model`, itself included, whose attention uses sdpa → why it has to keep it, or None.
 
-    `replaced` are the paths of layers whose attention does not count.
+    `replaced`: paths of layers whose attention is ignored.
     """
     inside = tuple(f"{path}." for path in replaced)
     named = [(path, module, vars(module).get("config")) for path, module in model.named_modules()]
@@ -91,22 +91,21 @@ def hookable(model: nn.Module, replaced: Sequence[str]) -> dict[str, str | None]
             owners.setdefault(id(config), (path, module))
     using = {id(config) for path, module, config in named if hasattr(module, "is_causal") and _is_sdpa(config)
              and not f"{path}.".startswith(inside)}  # fmt: skip
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for path, owner in (owners[key] for key in owners if key in using):
         if getattr(owner, "_supports_attention_backend", False):
             above = [model.get_submodule(".".join(path.split(".")[:end])) for end in range(path.count(".") + 1)]
-            own = names_ours(owner)
-            why = None if own else "its config names an attention function that was registered anew"
-            found[path] = why or compares_names({type(each) for each in (model, *above, *owner.modules())})
-    return found
+            why = None if names_ours(owner) else "its config names an attention function that was registered anew"
+            reasons[path] = why or compares_names({type(each) for each in (model, *above, *owner.modules())})
+    return reasons
 
 
 def compares_names(classes: Iterable[type]) -> str | None:
-    """Why attention of these classes has to keep its name: their code does something else under another one."""
+    """Return why attention of these classes has to keep its name: their code branches on it."""
     files = {kind.__module__ for cls in classes for kind in cls.__mro__}
     for file in sorted(files):
         package, _, room = file.partition(".")
-        shared = package == "transformers" and not room.startswith("models.")  # where any registered name is as good
+        shared = package == "transformers" and not room.startswith("models.")  # where all registered names are equal
         if package not in ("torch", "infuse", "builtins") and not shared and _compares(sys.modules.get(file)):
             return f"{file.rpartition('.')[2]} compares the name of the attention implementation"
     return None
@@ -116,12 +115,12 @@ def compares_names(classes: Iterable[type]) -> str | None:
 def _compares(file: Any) -> bool:
     try:
         return reads_name(inspect.getsource(file))
-    except (OSError, TypeError):  # no source: whatever it does cannot be read
+    except (OSError, TypeError):  # no source: it may do anything
         return True
 
 
 def reads_name(code: str) -> bool:
-    """Whether code may do something else under our name than under sdpa's."""
+    """Whether code may behave differently under our name than under sdpa's."""
     return any(
         not _AFTER.match(code, read.end()) and not _BEFORE.search(code[max(0, read.start() - 80) : read.start()])
         for read in _READ.finditer(code)

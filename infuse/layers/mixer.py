@@ -1,4 +1,4 @@
-"""Mixer: the base of layers that let tokens see others, and what each keeps of them in a cache."""
+"""Mixer: base class of attentions and recurrences, with their access to the cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Shape = TypeVar("Shape", bound=MixerShape)
 class Mixer(InferenceModule, Generic[Shape]):
     """An attention or a recurrence of a block, called with the new tokens [B, T, C] and the call's other inputs.
 
-    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None). A step that goes over another value of
-    the call gives it as a third argument. What is kept between calls belongs to the slot of `index` in the cache.
+    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None). A step over another value, such as
+    encoder states, passes it as a third argument. State between calls is in the slot of `index` in the cache.
     """
 
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__()
         self.shape: Shape = shape
         self._index, self._group, self._name = context.index, context.group, context.name
-        self.filler = uuid4().hex  # of slots of a KVCache: copies of the model may go on with it, other models may not
+        self.filler = uuid4().hex  # id in a KVCache: copies of the model may continue it, other models may not
 
     @property
     def index(self) -> int:
@@ -63,7 +63,7 @@ class Mixer(InferenceModule, Generic[Shape]):
         return keys, values, mask, mask is None and causal
 
     def states(self, inputs: Inputs) -> StateSlot | ForeignStates | None:
-        """What the cache holds of a recurrence's state; None without a cache.
+        """Return the recurrent states in the cache; None without a cache.
 
         UnsupportedCall for a cache that holds keys and values for this layer.
         """
@@ -81,7 +81,7 @@ class Mixer(InferenceModule, Generic[Shape]):
     def made_once(
         self, inputs: Inputs, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """make(source), computed once for an answer if our cache holds it."""
+        """Return make(source), computed once per sequence if our cache stores it."""
         cache = inputs.cache
         if not isinstance(cache, KVCache):
             return make(source)

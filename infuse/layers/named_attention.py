@@ -1,4 +1,4 @@
-"""Call the attention function that a model's config names, if our own op does not compute the same.
+"""Call the attention function that a model's config names, if it differs from our op.
 
 That is flex_attention, flash attention or a function that the user registered, also under the name of transformers' own
 one; and sdpa with the paged cache of continuous batching. A replaced layer still computes its own products, norms and
@@ -21,11 +21,11 @@ from infuse.cache_names import CACHE, CACHE_NAMES, LAYERS_PAGE, cache_in
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
-# Names of attention functions that compute what our op computes, if transformers wrote them, and where each is looked
-# up when nothing is registered. Our own hooks (layers/hook.py) start with "infuse_".
+# Names of attention functions equal to our op, if they are transformers' own, and the variable with the default if
+# nothing is registered. Our hooks (layers/hook.py) start with "infuse_".
 _EAGER = "eager_attention_forward"
 _SERVED_NAMES: Mapping[str | None, str] = {None: _EAGER, "eager": _EAGER, "sdpa": ""}
-# Arguments that the layer consumes. The attention function gets the mask by position.
+# Arguments that the layer consumes. The attention function takes the mask by position.
 _CONSUMED = frozenset(("attention_mask", *CACHE_NAMES, "position_embeddings"))
 _PAGED_CACHE = "PagedAttentionCache"  # importing it takes long
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
@@ -34,7 +34,7 @@ _read = object.__getattribute__  # a config's own attribute access takes 1 us
 
 
 def names_ours(attention: nn.Module) -> bool:
-    """Whether our own op computes the attention that the config of `attention` names. Runs in every layer and step."""
+    """Whether our op computes the attention that the config of `attention` names. Runs in every layer and step."""
     config = attention.__dict__.get("config")
     if config is None:
         return True
@@ -47,11 +47,11 @@ def names_ours(attention: nn.Module) -> bool:
 
 
 def is_transformers_own(functions: Any, name: str | None, default: Any = None) -> bool:
-    """Whether the function that an interface of transformers has under `name`, else the default, is its own one."""
-    found = functions._local_mapping.get(name)
-    if found is None:
-        found = functions._global_mapping.get(name, default)
-    return found is None or _computes(found, name or "eager")
+    """Whether the function registered under `name` (else `default`) is transformers' own."""
+    function = functions._local_mapping.get(name)
+    if function is None:
+        function = functions._global_mapping.get(name, default)
+    return function is None or _computes(function, name or "eager")
 
 
 @lru_cache(maxsize=64)
@@ -60,17 +60,17 @@ def _computes(function: Any, name: str) -> bool:
 
 
 def arguments_of_named(
-    attention: nn.Module, kwargs: Mapping[str, Any], served: frozenset[str], own: tuple[str, ...], layer: str
+    attention: nn.Module, kwargs: Mapping[str, Any], served: frozenset[str], arguments: tuple[str, ...], layer: str
 ) -> Mapping[str, Any] | None:
     """Return the keyword arguments for the attention function that the config names; None to call our own op.
 
-    `own` are the layer's own arguments. Raise UnsupportedCall if neither the layer nor that function supports one.
+    `arguments`: the layer's own arguments. Raise UnsupportedCall if neither the layer nor that function supports one.
     """
     ours, more, paged = names_ours(attention), unserved(kwargs, served), is_paged(cache_in(kwargs))
     if ours and not more:
         return None
     by_name = calls_by_name(attention)
-    if more and (not by_name or not more.keys().isdisjoint(own) or (ours and not paged)):
+    if more and (not by_name or not more.keys().isdisjoint(arguments) or (ours and not paged)):
         refuse_arguments(layer, more, served)
     if not by_name:
         name = attention.config._attn_implementation  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def arguments_of_named(
             "model.set_attn_implementation with one of these"
         )
     consumed = _CONSUMED - {CACHE} if paged and not LAYERS_PAGE else _CONSUMED
-    kept = consumed.union(name for name in own if name not in served)
+    kept = consumed.union(name for name in arguments if name not in served)
     return {name: value for name, value in kwargs.items() if name not in kept}
 
 
@@ -90,7 +90,7 @@ def is_paged(cache: Any) -> bool:
 
 
 def paged_cache(cache: Any) -> Any:
-    """The cache of continuous batching if layers call it; None if the attention function does."""
+    """Return the cache of continuous batching if layers call it; None if the attention function does."""
     return cache if LAYERS_PAGE else None
 
 
@@ -112,15 +112,15 @@ def calls_by_name(attention: nn.Module) -> bool:
 
 
 def attribute(attention: nn.Module, name: str) -> Any:
-    """Look up `name` in the attention module, its parameters too, then in its config. None for NO_ATTRIBUTE."""
+    """Look up `name` in the attention module and its parameters, then in its config. None for NO_ATTRIBUTE."""
     if name == NO_ATTRIBUTE:
         return None
-    found = attention.__dict__.get(name, attention._parameters.get(name, _MISSING))
-    return getattr(attention.__dict__.get("config"), name, None) if found is _MISSING else found
+    value = attention.__dict__.get(name, attention._parameters.get(name, _MISSING))
+    return getattr(attention.__dict__.get("config"), name, None) if value is _MISSING else value
 
 
 @lru_cache(maxsize=256)
 def _scope(attention: Any) -> dict[str, Any] | None:
-    """The names in the file of transformers, or of the user, in which this class looks up attention functions."""
+    """Return the globals of the module in which this class looks up attention functions; None if there is none."""
     files = (sys.modules.get(kind.__module__) for kind in attention.__mro__)
     return next((vars(file) for file in files if hasattr(file, _FUNCTIONS)), None)

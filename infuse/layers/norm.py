@@ -33,20 +33,20 @@ class Norm(Settled, NativePart):
         self._rms, self._eps, self._offset = rms, shape.eps, shape.offset
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self._parameters
+        parameters = self._parameters
         if self._rms:
-            return self._alone(x, held["weight"], self._eps, self._offset)
-        return self._alone(x, held["weight"], held["bias"], self._eps, self._offset)
+            return self._alone(x, parameters["weight"], self._eps, self._offset)
+        return self._alone(x, parameters["weight"], parameters["bias"], self._eps, self._offset)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        held = self._parameters
+        parameters = self._parameters
         if self._rms:
-            return self._fused(x, residual, held["weight"], self._eps, self._offset)
-        return self._fused(x, residual, held["weight"], held["bias"], self._eps, self._offset)
+            return self._fused(x, residual, parameters["weight"], self._eps, self._offset)
+        return self._fused(x, residual, parameters["weight"], parameters["bias"], self._eps, self._offset)
 
     @property
     def arguments(self) -> tuple:
-        """The arguments of this norm to an op that normalises before its product (ops/linear.py)."""
+        """Arguments of this norm for an op that normalises before its product (ops/linear.py)."""
         return self.shape.kind, self.weight, self.bias, self._eps, self._offset
 
     def native(self, to: PartWriter) -> None:

@@ -1,6 +1,6 @@
-"""Where positions come from: one class for each way in which models pass them to a layer.
+"""Position sources: one class for each way in which models pass positions to a layer.
 
-`turns(inputs)` returns (cos, sin) or None, `bias(inputs, ...)` an additive bias or None. Nothing is derived from a
+`cos_sin(inputs)` returns (cos, sin) or None, `bias(inputs, ...)` an additive bias or None. Nothing is derived from a
 config: RoPE variants and ALiBi slopes are the model's own.
 
 Suffixes: B batch, H heads, T new tokens, L keys, E rotated width.
@@ -19,7 +19,7 @@ from infuse.layers.inputs import Inputs
 
 
 class Positions(nn.Module):
-    """No positions in the layer: they are in the embeddings, or the model has none."""
+    """Positions are in the embeddings, or the model has none."""
 
     interleaved = False
 
@@ -30,12 +30,12 @@ class Positions(nn.Module):
         return None
 
     def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask in the form in which attention gets it."""
+        """Return the mask in the form that attention takes."""
         return mask
 
 
 class PassedCosSin(Positions):
-    """The model passes (cos, sin), [B or 1, T, E or E/2] each, as architectures.attention.Rotary says."""
+    """The model passes (cos, sin), [B or 1, T, E or E/2] each, as described by architectures.attention.Rotary."""
 
     def __init__(self, position: Rotary):
         super().__init__()
@@ -93,7 +93,7 @@ class PassedBias(Positions):
 
 
 class LearnedBias(Positions):
-    """T5's bias: calls look it up by distance in a table [buckets, H], unless the model passes that of another layer.
+    """T5's bias: look it up by distance in a table [buckets, H], unless the model passes another layer's bias.
 
     A layer with neither adds zeros.
     """
@@ -111,13 +111,13 @@ class LearnedBias(Positions):
         return inputs.bias
 
     def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask as an addend, because T5 adds it to the bias: a row that sees no key then sees all alike."""
+        """Return an additive mask, because T5 adds it to the bias: a fully masked row then sees all keys alike."""
         if mask.dtype != torch.bool:
             return mask
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """The bias [1, H, T, T] for a call with the tokens of x."""
+        """Return the bias [1, H, T, T] for the tokens of x."""
         tokens, table = x_BTC.shape[1], self.table
         if table is None:
             return x_BTC.new_zeros(1, self._heads, tokens, tokens)
@@ -126,10 +126,10 @@ class LearnedBias(Positions):
         return by_distance.unfold(1, tokens, 1).flip(1)[None]
 
     def _bucket(self, distances: Tensor) -> Tensor:
-        """The bucket of each key position minus query position (Raffel et al. 2020, section 2.1).
+        """Return the bucket of each distance, key minus query position (Raffel et al. 2020, section 2.1).
 
-        Half of the buckets are for keys after the query. Half of the rest have one distance each, and the others grow
-        with the logarithm up to `farthest`.
+        Half of the buckets are for keys after the query. Half of the rest hold one distance each, and the others grow
+        logarithmically up to `farthest`.
         """
         half, near = self._buckets // 2, self._buckets // 4
         far = distances.abs()
@@ -150,13 +150,13 @@ def make_positions(position: Position, heads: int) -> Positions:
 
 
 def missing(argument: str) -> UnsupportedCall:
-    """The error for a call without the positions that the layer needs."""
+    """Return the error for a call without the positions that the layer needs."""
     return UnsupportedCall(
         f"the layer was called without {argument}, from which it computes positions; pass what the model passes"
     )
 
 
-def _of_other_axes(what: str, found: Tensor, wanted: str) -> UnsupportedCall:
+def _of_other_axes(what: str, tensor: Tensor, wanted: str) -> UnsupportedCall:
     return UnsupportedCall(
-        f"{what} have shape {list(found.shape)}, not {wanted}: give position_ids [batch or 1, tokens]"
+        f"{what} have shape {list(tensor.shape)}, not {wanted}: give position_ids [batch or 1, tokens]"
     )

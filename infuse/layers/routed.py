@@ -1,4 +1,4 @@
-"""DeepSpeed's mixture layer in evaluation: every token goes to the experts that its gate prefers, none is dropped."""
+"""DeepSpeed's mixture layer in evaluation mode, without a capacity limit: no token is dropped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from infuse.parallel.group import Combine
 
 
 class Routed(Experts):
-    """Gate and experts of one layer. Ranks compute the gate alike, and the shares of their own experts.
+    """Gate and experts of one layer. All ranks compute the same gate, and each its own experts.
 
-    forward(hidden_states [..., H], used_token=None) → [..., H]. Like DeepSpeed's, it leaves `l_aux`, the gate's loss,
-    and `exp_counts` [E], the number of tokens that each expert has.
+    forward(hidden_states [..., H], used_token=None) → [..., H]. Like DeepSpeed's, it sets `l_aux`, the gate's loss,
+    and `exp_counts` [E], the number of tokens per expert.
     """
 
     wg: Tensor
@@ -33,7 +33,7 @@ class Routed(Experts):
         combine: Combine | None = None,
     ):
         super().__init__(shape, formats, bodies, combine)
-        # A buffer, which keeps its dtype: it is computed with in float32.
+        # A buffer, so that it keeps its dtype: the gate runs in float32.
         self.register_buffer("wg", torch.empty(shape.all_experts, shape.hidden))
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
@@ -48,11 +48,11 @@ class Routed(Experts):
         return super().forward(x_TH, index_TK, weights_TK.to(x_TH.dtype)).view(hidden_states.shape)
 
     def _routes(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights: scores, which add up to 1 if there are several experts."""
+        """Return the experts of each token and their weights: gate scores, normalized to sum 1 if there are several."""
         routes, count = self.shape.routes, self.shape.all_experts
         logits_TE = F.linear(x_TH.float(), self.wg.detach().float())
         scores_TE = logits_TE.softmax(dim=1)
-        index_TK = scores_TE.argmax(dim=1, keepdim=True)  # of equal ones the first, which topk does not promise
+        index_TK = scores_TE.argmax(dim=1, keepdim=True)  # ties go to the first, which topk does not guarantee
         if routes == 2:
             second_T1 = logits_TE.scatter(1, index_TK, float("-inf")).argmax(dim=1, keepdim=True)
             index_TK = torch.cat([index_TK, second_T1], dim=1)

@@ -1,9 +1,9 @@
-"""Slots: what one layer keeps in a cache, behind transformers' protocol for cache layers.
+"""Slots: the cached data of one layer, behind transformers' protocol for cache layers.
 
 KVSlot holds rows of tokens, [B, K, S, D] for keys and for values, whose numbers of heads and widths may differ; `keys`
 and `values` are views of its first `length` tokens. All tokens are kept, so cropping back is always possible. A slot of
-format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. StateSlot holds what a recurrence makes of all
-tokens, which can go back only to where a snapshot was taken; MadeSlot what is made once of another value of the calls.
+format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. StateSlot holds recurrent states, which can go
+back only to a snapshot. MadeSlot holds tensors computed once from another input, such as an encoder's states.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ Rows = tuple[tuple[int, int], ...]  # heads and width of keys, and of values
 
 
 class Slot(CacheLayerMixin):
-    """What one layer keeps of `length` tokens so far, made by the layer of ours that is its `filler`."""
+    """Cached data of one layer for `length` tokens so far, written by our layer with id `filler`."""
 
     is_sliding = False
-    place: Tensor | None = None  # of the next token, inside of a CUDA graph
-    row_lengths: Tensor | None = None  # of rows of different lengths
+    place: Tensor | None = None  # index of the next token, inside a CUDA graph
+    row_lengths: Tensor | None = None  # set if rows have different lengths
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         self.length = 0
-        self.filler: str | None = None  # what identifies the layer, in copies and pickles, too
+        self.filler: str | None = None  # identifies the layer, also in copies and pickles
         self.capacity_tokens, self.limit_tokens, self.format = capacity_tokens, limit_tokens, format
         self.is_initialized = False
 
-    # -- what each kind answers
+    # -- implemented by each kind
 
     @property
     @abstractmethod
     def storages(self) -> list[Tensor]:
-        """The tensors that hold it, [B, ...] each; none before the first token."""
+        """The storage tensors, [B, ...] each; empty before the first token."""
 
     def snapshot(self) -> None:
-        """Make it possible to go back to here, if that is not possible anyway."""
+        """Mark a point that `rewind` can return to. Does nothing where any point works."""
 
     @abstractmethod
     def rewind(self, tokens: int) -> int:
-        """Go back to at most so many tokens, to as many as possible, and return their number."""
+        """Go back to at most `tokens` tokens, keeping as many as possible; return how many are kept."""
 
     @abstractmethod
     def copied(self) -> Slot:
-        """A copy in storage of its own, without room for more."""
+        """Return a copy with its own storage, without room for more."""
 
     @abstractmethod
     def reorder_in_place(self, beam_idx: Tensor) -> None:
@@ -67,22 +67,22 @@ class Slot(CacheLayerMixin):
     @abstractmethod
     def _select(self, rows: Tensor) -> None: ...
 
-    # -- what all have in common
+    # -- common to all kinds
 
     @property
     def rows(self) -> int:
-        """Number of rows that it holds; 0 while it is empty."""
+        """Number of rows; 0 if empty."""
         storages = self.storages
         return storages[0].shape[0] if storages and self.length else 0
 
     def check_room(self, tokens: int) -> None:
-        """Raise ContextLimitError if so many more tokens are too many."""
+        """Raise ContextLimitError if `tokens` more exceed the limit."""
         if self.limit_tokens is not None and self.length + tokens > self.limit_tokens:
-            held = f"the cache holds {self.length} tokens, {tokens} more were given"
-            raise ContextLimitError(f"{held}, and max_out_tokens is {self.limit_tokens}")
+            excess = f"the cache holds {self.length} tokens, {tokens} more were given"
+            raise ContextLimitError(f"{excess}, and max_out_tokens is {self.limit_tokens}")
 
     def fill_by(self, filler: str | None) -> None:
-        """Raise UnsupportedCall if another layer has filled this slot; None: it is not known which one."""
+        """Raise UnsupportedCall if another layer filled this slot. None: the layer is unknown."""
         if filler is None:
             return
         if self.length and self.filler is not None and self.filler != filler:
@@ -143,20 +143,20 @@ class KVSlot(Slot):
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         super().__init__(capacity_tokens, limit_tokens, format)
-        self.dtype = torch.float32  # of the layer's keys and values
+        self.dtype = torch.float32  # dtype of the layer's keys and values
         self.count: Tensor | None = None
         self.key_storage: Tensor | None = None
         self.value_storage: Tensor | None = None
-        self.unpaired = ""  # the storage to which tokens were assigned, until the other one has as many
+        self.unpaired = ""  # the storage that was assigned, until the other one has as many tokens
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """True makes models pass a mask over the whole storage."""
+        """If True, models pass a mask over the whole storage."""
         return self.place is not None
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Keys so far, [B, K, length, D]; dequantized if they are stored in another format."""
+        """Keys so far, [B, K, length, D], dequantized if stored in a format."""
         return None if self.key_storage is None else self._readable(self.key_storage[:, :, : self.length])
 
     @keys.setter
@@ -172,7 +172,7 @@ class KVSlot(Slot):
         self._assign("value_storage", states)
 
     def _assign(self, storage: str, states: Tensor | None) -> None:
-        """Hold `states` instead, as callers do that drop tokens; keys and values must end up with as many."""
+        """Replace the storage by `states`, as callers that drop tokens do. Keys and values must end up equally long."""
         if self.row_lengths is not None or self.place is not None:
             raise UnsupportedCall("keys and values of a KVCache cannot be assigned while its rows have own lengths")
         tokens = 0 if states is None else states.shape[2]
@@ -213,9 +213,9 @@ class KVSlot(Slot):
         alike = alike and values.shape[1] == v_heads and values.shape[3] == v_width + scale
         alike = alike and self.dtype == like.dtype and keys.device == like.device
         if self.length and not alike:
-            held = tuple((each.shape[1], each.shape[3] - scale) for each in (keys, values))
+            theirs = tuple((states.shape[1], states.shape[3] - scale) for states in (keys, values))
             raise UnsupportedCall(
-                f"past_key_values: the cache was filled with {_told(held, self.dtype, keys.device)}, and this layer "
+                f"past_key_values: the cache was filled with {_told(theirs, self.dtype, keys.device)}, and this layer "
                 f"makes {_told(rows, like.dtype, like.device)}; fill a new cache with this model, or reset() this one"
             )
         if filler is not self.filler:
@@ -225,7 +225,7 @@ class KVSlot(Slot):
         return self.length
 
     def _grow(self, batch: int, needed: int, rows: Rows, like: Tensor) -> None:
-        if self.unpaired:  # what is assigned has no room for more, so that this is called next
+        if self.unpaired:  # assigned states have no spare room, so _grow runs next
             raise UnsupportedCall("past_key_values: its keys and values were assigned with different numbers of tokens")
         doubled = 2 * self.key_storage.shape[2] if self.length and self.key_storage is not None else 0
         capacity = max(needed, doubled, self.capacity_tokens)
@@ -243,7 +243,7 @@ class KVSlot(Slot):
         self.is_initialized = True
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values so far as they are stored, [B, K, length, D] each. The storage must exist."""
+        """Return keys and values so far as stored, [B, K, length, D] each. The storage must exist."""
         assert self.key_storage is not None and self.value_storage is not None
         return self.key_storage.narrow(2, 0, self.length), self.value_storage.narrow(2, 0, self.length)
 
@@ -253,7 +253,7 @@ class KVSlot(Slot):
         return [each for each in (self.key_storage, self.value_storage) if each is not None]
 
     def take(self, other: KVSlot) -> None:
-        """Append the tokens of another slot, as they are stored there in the same format."""
+        """Append the stored tokens of another slot of the same format."""
         assert other.format == self.format and other.key_storage is not None
         scale = 0 if self.format is None else SCALE_BYTES
         rows = tuple((each.shape[1], each.shape[3] - scale) for each in other.storages)
@@ -267,7 +267,7 @@ class KVSlot(Slot):
         """Copy the tokens to new storage, without room for more."""
         slot = copy.copy(self)
         if self.key_storage is not None and self.value_storage is not None:
-            slot.key_storage, slot.value_storage = (held.clone() for held in self.held())
+            slot.key_storage, slot.value_storage = (states.clone() for states in self.held())
         return slot
 
     # -- rows of different lengths
@@ -385,8 +385,8 @@ class KVSlot(Slot):
         if self.key_storage is None or len(beam_idx) != self.key_storage.shape[0]:
             return self._select(beam_idx)
         rows = beam_idx.to(self.key_storage.device)
-        for held in self.held():
-            held.copy_(held.index_select(0, rows))
+        for states in self.held():
+            states.copy_(states.index_select(0, rows))
         if self.row_lengths is not None:
             self.row_lengths = self.row_lengths.index_select(0, rows)
 
@@ -402,7 +402,7 @@ def _told(rows: Rows, dtype: torch.dtype, device: torch.device) -> str:
 
 
 class StateSlot(Slot):
-    """What a recurrence makes of all tokens so far: `states` [B, ...] by name, which a step replaces as a whole."""
+    """Recurrent states after all tokens so far: `states` [B, ...] by name, replaced as a whole by each step."""
 
     is_croppable = False
     is_compileable = False
@@ -413,7 +413,7 @@ class StateSlot(Slot):
         self._kept: tuple[int, Mapping[str, Tensor]] = (0, {})  # the last snapshot: tokens and states
 
     def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        """The states before `tokens` more of each row; empty before the first. Errors as KVSlot.reserve raises them."""
+        """Return the states before the next `tokens` of each row; empty at first. Raises like KVSlot.reserve."""
         self.check_room(tokens)
         self.fill_by(filler)
         if self.length:
@@ -421,7 +421,7 @@ class StateSlot(Slot):
         return self.states if self.length else {}
 
     def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
-        """The states after these tokens, in new tensors: snapshots hold the old ones."""
+        """Store the states after these tokens. They must be new tensors, because snapshots hold the old ones."""
         self.states, self.length, self.is_initialized = states, self.length + tokens, True
 
     @property
@@ -437,7 +437,7 @@ class StateSlot(Slot):
         return self.length
 
     def crop(self, tokens: int) -> None:
-        """As of all slots, but only to nothing, or down to a snapshot."""
+        """Crop like other slots, but only to zero tokens or to the snapshot."""
         wanted = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
         if wanted not in (0, self.length, self._kept[0]):
             text = f"past_key_values: a recurrence's state of {self.length} tokens cannot go back to {wanted} of them"
@@ -463,18 +463,18 @@ class StateSlot(Slot):
 
 
 class ForeignStates:
-    """The states of a recurrence in a cache of transformers, as a StateSlot gives and takes them.
+    """Adapter with StateSlot's interface for the recurrent states in a transformers cache.
 
-    Its convolution's inputs are the state "conv", [B, C, K]; any other name stands for the recurrent state.
+    The convolution's inputs are the state "conv", [B, C, K]; any other name means the recurrent state.
     """
 
     def __init__(self, layer: Any):
         self._layer = layer
 
     def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        held = {**self._layer.recurrent_states, _CONV: self._layer.conv_states.get(0)}
-        there = self._layer.has_previous_state.get(0) and all(each is not None for each in held.values())
-        return {_STATE if name == 0 else name: state for name, state in held.items()} if there else {}
+        states = {**self._layer.recurrent_states, _CONV: self._layer.conv_states.get(0)}
+        there = self._layer.has_previous_state.get(0) and all(state is not None for state in states.values())
+        return {_STATE if name == 0 else name: state for name, state in states.items()} if there else {}
 
     def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
         layer, first = self._layer, not self._layer.has_previous_state.get(0)
@@ -489,9 +489,9 @@ _CONV, _STATE = "conv", "state"
 
 
 class MadeSlot(Slot):
-    """Tensors [B, ...] made once of another value of the calls, such as keys and values of an encoder's states.
+    """Tensors [B, ...] computed once from another input, such as cross-attention keys and values of encoder states.
 
-    They are made anew when the calls give another tensor, or have changed it.
+    They are recomputed if the input is another tensor or was modified.
     """
 
     is_croppable = True
@@ -503,7 +503,7 @@ class MadeSlot(Slot):
         self._made: tuple[Tensor, ...] = ()
 
     def made(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """make(source), or what it was when the same source was last given."""
+        """Return make(source), cached while `source` stays the same unmodified tensor."""
         version = 0 if source.is_inference() else source._version
         if self._source[0] is not source or self._source[1] != version:
             self._source, self._made = (source, version), make(source)
@@ -517,10 +517,10 @@ class MadeSlot(Slot):
         return tokens
 
     def crop(self, tokens: int) -> None:
-        """Nothing: it does not grow with the tokens."""
+        """Do nothing: it does not grow with the tokens."""
 
     def crop_rows(self, lengths: Tensor) -> None:
-        """Nothing: rows of the source keep their lengths."""
+        """Do nothing: rows of the source keep their lengths."""
 
     def copied(self) -> MadeSlot:
         slot = copy.copy(self)

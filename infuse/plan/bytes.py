@@ -1,4 +1,4 @@
-"""Memory that a plan will take, computed before anything is loaded."""
+"""Predict the memory that a plan will need, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def token_bytes(steps: Iterable[Step], dtype: torch.dtype, kv_cache: str | None)
 
 
 def state_bytes(steps: Iterable[Step]) -> int:
-    """Bytes that recurrences hold of one text in a cache, however long it is."""
+    """Bytes of recurrent state per sequence in a cache, independent of its length."""
     return sum(mixer.state_values for mixer in _cached(steps)) * torch.float32.itemsize
 
 
 def has_state(step: Step) -> bool:
-    """Whether a part of the step's module holds a recurrence's state in the cache."""
+    """Whether a part of the step's module keeps a recurrent state in the cache."""
     return any(mixer.state_values for mixer in _cached([step]))
 
 
 def _cached(steps: Iterable[Step]) -> list[MixerShape]:
-    """The parts that keep something in a cache."""
+    """List the parts that keep keys, values or states in a cache."""
     shapes = [step.shape for step in steps if step.decodes]
     return [mixer for shape in shapes if isinstance(shape, LayerShape) for mixer in shape.mixers.values()]
 
@@ -68,8 +68,8 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sha
                 numel = sum(source.numel() for source in sources)
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
-                held = torch.float32 if fill.exact else dtype
-                total += numel * (held.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
+                itemsize = (torch.float32 if fill.exact else dtype).itemsize
+                total += numel * (itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
         if not step.keeps_forward:  # a split layer keeps its other tensors
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     kept = kept_in_float32(model, dtype)
@@ -77,6 +77,6 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sha
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:
             cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            held = torch.float32 if id(tensor) in exact else dtype
-            total += tensor.numel() * (held.itemsize if cast else tensor.element_size())
+            itemsize = (torch.float32 if id(tensor) in exact else dtype).itemsize
+            total += tensor.numel() * (itemsize if cast else tensor.element_size())
     return total

@@ -1,4 +1,4 @@
-"""The ways to replace what is at a place, deepest first. The proof takes the first that passes."""
+"""Candidate replacements for each place in a model, deepest first. The proof takes the first that passes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from infuse.plan.step import Left, Step
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to replace what is at a place: steps for it or inside it, and what stays, with the reason.
+    """One way to replace the module at a place: steps for it or inside it, and modules left alone, with the reasons.
 
-    `choices` are the kernels chosen for each op, `unfit` those that formats leave to the reference: op, body, reason.
-    `places` are those of `steps` for which there are further candidates.
+    `choices`: the kernel chosen for each op. `unfit`: (op, body, reason) of kernels that do not take a format.
+    `places`: those inside that have further candidates of their own.
     """
 
     steps: tuple[Step, ...]
@@ -33,9 +33,9 @@ class Candidate:
 
 
 class Place:
-    """The candidates for the module at `path`, deepest first, after the one whose step is in the plan.
+    """The remaining candidates for the module at `path`, deepest first, after the one in the plan.
 
-    Each is decided when it is first asked for. `close` lets go of the model: later candidates are then unknown.
+    Each is decided lazily. `close` releases the model and drops the candidates not decided yet.
     """
 
     def __init__(self, path: str, candidates: Iterator[Candidate]):
@@ -63,7 +63,7 @@ class Place:
                 place.close()
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles hold all candidates, because what decides them cannot be copied."""
+        """Decide all candidates before a copy or pickle, because the generator cannot be copied."""
         return _decided_place, (self.path, tuple(self))
 
 
@@ -72,7 +72,7 @@ def _decided_place(path: str, candidates: tuple[Candidate, ...]) -> Place:
 
 
 class Candidates:
-    """Hands out the candidates of `places` one after the other, for `model`, in which nothing is replaced yet."""
+    """Iterates over the candidates of `places` in `model`, in which nothing is replaced yet."""
 
     def __init__(self, model: nn.Module, steps: Iterable[Step], places: Iterable[Place]):
         self._model = model
@@ -80,9 +80,9 @@ class Candidates:
         self._taken = {self._key(step) for step in steps}
 
     def after(self, refused: Collection[Step]) -> Iterator[tuple[Step, Candidate]]:
-        """Each of the `refused` steps with its place's next candidate, without steps that there are already.
+        """Yield each of the `refused` steps with the next candidate of its place, without duplicate steps.
 
-        Several places may hold one module, and experts inside a layer that keeps its forward have a step beside it.
+        Duplicates occur if several places hold one module, or for experts inside a layer that keeps its forward.
         """
         for step in refused:
             candidate = next(self._places.get(step.path, iter(())), None)

@@ -1,7 +1,7 @@
-"""Decide which modules are replaced, from which weights and with which kernels, which are left alone, and why.
+"""Decide which modules to replace, from which weights and with which kernels, and which to leave alone and why.
 
-`make_plan` is pure: it does not change the model, which may be live or on meta. It makes no tensors except to try code
-out: gates of experts on a few numbers, and layers without a spec on meta. `str(plan)` is the table that users read.
+`make_plan` is pure: it does not change the model, which may be live or on meta. It makes tensors only to try code out:
+gates of experts on a few numbers, and layers without a spec on meta. `str(plan)` is the table that users read.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Table:
-    """An embedding. What becomes of it is known when the walk is done: a head may share its weight with it."""
+    """An embedding. It is decided at the end of the walk, because a head may share its weight."""
 
     path: str
     why_left: str
@@ -127,9 +127,9 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to replace what is at a place. `decide` takes it into a walk, or returns why it does not fit.
+    """A way to replace the module at a place. `decide` adds it to a walk, or returns why it does not fit.
 
-    `without`: what the plan says if it does not fit.
+    `without`: the text in the plan if it does not fit.
     """
 
     decide: Callable[[_Walk], str | None]
@@ -137,7 +137,7 @@ class _Way:
 
 
 class _Walk:
-    """One candidate for the whole model or for a place in it: the steps, and what stays and why, in their order."""
+    """Builds one candidate for the whole model or a place in it: steps and left modules, in order."""
 
     def __init__(self, facts: Facts):
         self.facts = facts
@@ -146,22 +146,22 @@ class _Walk:
         # (op, body, reason) for formats that a body leaves to the reference
         self.unfit: dict[tuple[str, str, str], None] = {}
         self.places: list[Place] = []
-        self.torchs_own: dict[str, list[str]] = {}  # class → paths, of the leaves of a component that stay
-        self.decided: set[int] = set()  # ids of modules: one that is held in several places has one step
+        self.torchs_own: dict[str, list[str]] = {}  # class → paths of the leaves of a component that stay
+        self.decided: set[int] = set()  # ids of modules: a module in several places gets one step
 
     @property
     def steps(self) -> list[Step]:
         return [entry for entry in self.entries if isinstance(entry, Step)]
 
     def candidate(self) -> Candidate:
-        """What was found so far."""
+        """Return the candidate collected so far."""
         self.leave_torchs_own()
         shared = {step.path for step in self.steps if step.shares}
         steps: list[Step] = []
         left: list[Left] = []
         for entry in self.entries:
             if isinstance(entry, _Table):
-                if entry.path in shared:  # its step stands after the head's
+                if entry.path in shared:  # its step comes after the head's
                     continue
                 entry = self.of_table(entry)
             if isinstance(entry, Step):
@@ -171,7 +171,7 @@ class _Walk:
         return Candidate(tuple(steps), tuple(left), self.choices, tuple(self.unfit), tuple(self.places))
 
     def of_table(self, table: _Table) -> Step | Left:
-        """What becomes of an embedding whose weight no head shares."""
+        """Decide for an embedding whose weight no head shares."""
         if self.facts.mesh.tp > 1 and table.path == self.facts.table:
             return self.embedding(table.path)
         return Left(table.path, table.why_left)
@@ -186,7 +186,7 @@ class _Walk:
         return ()
 
     def place(self, path: str, *ways: _Way) -> None:
-        """Take the first of `ways` that fits; the others are the further candidates for the place."""
+        """Take the first of `ways` that fits; the rest become further candidates for the place."""
         if rest := self.take(path, ways):
             self.places.append(Place(path, _further(self.facts, path, rest)))
 
@@ -194,7 +194,7 @@ class _Walk:
         self.entries.append(Left(path, why))
 
     def leave_torchs_own(self) -> None:
-        """Tell the leaves of a component that stay, each class once."""
+        """List the leaves of a component that stay, one entry per class."""
         for name, paths in self.torchs_own.items():
             more = f", and so do {len(paths) - 1} more" if len(paths) > 1 else ""
             self.leave(paths[0], f"{name} stays PyTorch's{more}")
@@ -237,7 +237,7 @@ class _Walk:
             self.inside(module, path, config)
 
     def without_block(self, module: nn.Module, path: str, config: Any) -> tuple[_Way, ...]:
-        """The ways to replace a layer that keeps its forward."""
+        """Ways to replace the inside of a layer that keeps its forward."""
         linears = _Way(partial(_Walk.linears, module=module, path=path))
         if self.facts.mesh.tp == 1:
             return (linears,)
@@ -288,7 +288,7 @@ class _Walk:
     def layer_parts(
         self, module: nn.Module, path: str, bound: Bound | BoundModule, moved: tuple[str, ...], library: str
     ) -> list[RankShare]:
-        """Every rank's part of a layer or module. SpecMismatch if formats or the user's own changes forbid it.
+        """Return each rank's part of a layer or module. SpecMismatch if formats or the user's changes forbid it.
 
         `moved`: paths of the modules whose hooks move to the new one. `library`: the package of the spec's class.
         """
@@ -330,7 +330,7 @@ class _Walk:
         return None
 
     def keep(self, router: str) -> None:
-        """Say that a router stays as it is if a format was asked for it."""
+        """Add a note that a router is left alone if a format was set for it."""
         if self.facts.formats.of(router) is not None:
             self.leave(router, "chooses among experts or weighs them, so it keeps its precision")
 
@@ -342,7 +342,7 @@ class _Walk:
             return str(mismatch)
         steps: list[Step] = []
         for whole, parts in interpretations:
-            walk = _Walk(self.facts) if steps else self  # what stays is told of the first interpretation only
+            walk = _Walk(self.facts) if steps else self  # report left modules for the first interpretation only
             shape, fills, all_of_it = walk.chosen(parts, whole.shape, path)
             bodies = walk.bodies(matrix_ops(fills, shape))
             why = f"linears shared by ranks, as {roles.why} tells"
@@ -356,7 +356,7 @@ class _Walk:
         return None
 
     def chosen(self, parts: list[RankShare], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
-        """This rank's shape, its fills with formats, and the whole shape if ranks share the module."""
+        """Return this rank's shape, its fills with formats, and the whole shape if ranks share the module."""
         part = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
         formatted = [self.with_format(fill, whole, shapes, path) for fill in part.fills]
@@ -412,7 +412,7 @@ class _Walk:
             self.leave(name, "nothing to gain: PyTorch's own linear is the best body here")
 
     def is_first(self, name: str, path: str) -> bool:
-        """Whether the module `name`, found in the one at `path`, was not met in another place before."""
+        """Whether the module `name`, inside the one at `path`, is visited for the first time."""
         if name == path:
             return True
         there, seen = id(self.facts.model.get_submodule(name)), len(self.decided)
@@ -420,7 +420,7 @@ class _Walk:
         return len(self.decided) > seen
 
     def experts(self, path: str) -> None:
-        """Add a step for the experts at `path`, if they gain from one. Both matrices are quantized, or none."""
+        """Add a step for the experts at `path`, if they gain from one. Both matrices are quantized or neither."""
         module, where, told = self.facts.model.get_submodule(path), path.rpartition(".")[0], len(self.entries)
         try:
             if is_routed(module):
@@ -478,7 +478,7 @@ class _Walk:
         self.entries.append(Step(path, type(module).__name__, part.shape, fills, bodies, why, whole=whole))
 
     def expert_parts(self, bound: BoundExperts, path: str) -> list[RankShare]:
-        """Every rank's part of the experts at `path`. SpecMismatch if there are too few."""
+        """Return each rank's part of the experts at `path`. SpecMismatch if there are too few."""
         multiples = {matrix.weight: self.facts.formats.multiple(path, matrix.inputs) for matrix in bound.shape.matrices}
         return [
             experts_part(bound.shape, bound.fills, rank, grain=self.facts.grain, multiples=multiples)
@@ -488,7 +488,7 @@ class _Walk:
     def fitting(
         self, bodies: tuple[tuple[str, str], ...], shapes: list[ExpertsShape], formats: Mapping[str, QuantFormat]
     ) -> tuple[tuple[str, str], ...]:
-        """`bodies`, with the reference for experts whose matrices the chosen layout does not take."""
+        """Return `bodies`, with the reference for experts whose matrices do not fit the chosen layout."""
         chosen = dict(bodies)
         layout = ops.quantized_experts.bodies[chosen["quantized_experts"]].layout
         if layout is None:
@@ -516,9 +516,7 @@ class _Walk:
         return Step(path, "Embedding", part.shape, fills, bodies, why, shares=head, whole=shared)
 
     def hook(self, model: nn.Module) -> None:
-        """Add a step for the attention of layers that stay, of each model inside that allows another one, if our kernel
-        helps.
-        """
+        """Add a step for the attention of layers that stay, for each inner model that can use our kernel."""
         replaced = [name for name, module in model.named_modules() if isinstance(module, Block)]
         blocks = [*replaced, *(step.path for step in self.steps if step.depth == BLOCK)]
         stay = hookable(model, blocks)
@@ -569,7 +567,7 @@ class _Walk:
 
 
 def _further(facts: Facts, path: str, ways: tuple[_Way, ...]) -> Iterator[Candidate]:
-    """Decide the candidates for a place one after the other, each as if it were the only one."""
+    """Decide the candidates for a place lazily, each independently of the others."""
     while ways:
         walk = _Walk(facts)
         ways = walk.take(path, ways)

@@ -1,4 +1,4 @@
-"""Quantized weights on a CPU without kernels for them: dequantized once if memory allows, and a note in the plan."""
+"""Quantized weights on a CPU without kernels: dequantize them once if memory allows, and note it in the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infuse.plan.step import Step
 
 
 def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
-    """Bodies that hold dequantized weights → reason, if these would take over half of the device's memory."""
+    """Bodies that keep dequantized weights → reason, if the weights would need over half of the device's memory."""
     value_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize // ranks
     if 2 * value_bytes <= device.memory_bytes:
         return {}
@@ -42,7 +42,8 @@ def without_kernels(choices: Mapping[str, ops.Choice | None], steps: Iterable[St
         told = f"the weights are rounded to the format and held in {dtype}: as fast as the original, but not smaller"
         return [f"{what}: {told}. {why}"]
     if choice.body == ops.REFERENCE:
-        room = next((f", and it is not held dequantized: {declined[one]}" for one in ops.HELD if one in declined), "")
+        reasons = (declined[body] for body in ops.HELD if body in declined)
+        room = next((f", and it is not held dequantized: {reason}" for reason in reasons), "")
         told = f"each call dequantizes every weight, up to 45 times slower than without quant{room}"
         return [f"SLOW: {what}: {told}. {why}"]
     return []

@@ -1,4 +1,4 @@
-"""Digests of decisions, from the fields of their dataclasses: equal in all processes and versions that decide alike."""
+"""Digests of decisions from their dataclass fields, equal for equal decisions in all processes and versions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 
 def digest_of(*values: Any) -> str:
-    """Digest of dataclasses, tuples, mappings by text, numbers, texts and None, nested in each other.
+    """Digest nested dataclasses, tuples, mappings with string keys, numbers, strings and None.
 
-    Fields that are as by default do not count, so that a new field leaves the digests of old decisions as they are.
+    Fields with their default value are skipped, so that a new field does not change the digests of old decisions.
     """
     told = json.dumps([_told(value) for value in values], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _told(value: Any) -> Any:
-    """The value for JSON: of dataclasses, the class and the fields that are not as by default."""
+    """Convert the value for JSON; a dataclass becomes its class name and its non-default fields."""
     if isinstance(value, (tuple, list)):
-        return [_told(one) for one in value]
+        return [_told(element) for element in value]
     if isinstance(value, Mapping):
-        return {name: _told(one) for name, one in value.items()}
+        return {name: _told(element) for name, element in value.items()}
     if not is_dataclass(value):
         return value
-    told = {one.name: getattr(value, one.name) for one in fields(value) if one.compare}
-    defaults = {one.name: one.default for one in fields(value)}
-    return [type(value).__name__, {name: _told(one) for name, one in told.items() if one != defaults[name]}]
+    told = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
+    defaults = {field.name: field.default for field in fields(value)}
+    return [type(value).__name__, {name: _told(content) for name, content in told.items() if content != defaults[name]}]

@@ -1,4 +1,4 @@
-"""Settings that change nothing in a model, for the notes of its plan."""
+"""Notes of a plan on settings that have no effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infuse.plan.step import Step
 
 
 def without_effect(model: nn.Module, config: InferenceConfig, device: Device, steps: Collection[Step]) -> Iterator[str]:
-    """Notes on settings that have no effect if `steps`, of which none was executed yet, replace layers of `model`."""
+    """Yield notes on settings without effect on `model` if `steps`, not executed yet, replace its layers."""
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in steps):
         yield "skip_padding: no effect here: no encoder layer is replaced as a block"
     if config.kv_cache and not any(step.decodes for step in steps):

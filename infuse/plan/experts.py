@@ -1,4 +1,4 @@
-"""A model's experts: their numbers against those asked for, and how ranks share them."""
+"""A model's experts: check their number against the config, and describe how ranks share them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infuse.plan.step import Step
 
 
 def check_counts(model: nn.Module, config: InferenceConfig) -> None:
-    """ConfigError if the user's numbers of experts are not the model's: one for all layers, or one for each."""
+    """Raise ConfigError if `moe_experts` does not match the model: one number for all layers, or one per layer."""
     asked = config.expert_counts
     counts = {path: int(getattr(model.get_submodule(path), "num_experts", 0)) for path in experts_in(model)}
     counts |= {path: len(model.get_parameter(f"{path}.gate.wg.weight")) for path in routed_in(model)}
@@ -34,7 +34,7 @@ def check_counts(model: nn.Module, config: InferenceConfig) -> None:
 
 
 def idle_ranks(mesh: Mesh, steps: Iterable[Step]) -> list[str]:
-    """A note if there are ranks for experts, and they share none."""
+    """Return a note if ep_size > 1 but no experts are shared."""
     wholes = [step.whole for step in steps if isinstance(step.whole, (PartShape, LayerShape))]
     if mesh.ep == 1 or any(whole.expert_count for whole in wholes):
         return []
@@ -42,7 +42,7 @@ def idle_ranks(mesh: Mesh, steps: Iterable[Step]) -> list[str]:
 
 
 def share_text(counts: Sequence[int], slices: int) -> str:
-    """How ranks with `counts` whole experts, each in `slices`, share them."""
+    """Describe how ranks share experts: `counts` per rank, each expert in `slices`."""
     each = str(counts[0]) if len(set(counts)) == 1 else " or ".join(str(count) for count in sorted(set(counts)))
     text = f"{each} of {sum(counts)} experts on a rank" if len(counts) > 1 else "each expert"
     return f"{text} in {slices} slices" if slices > 1 else text

@@ -1,4 +1,4 @@
-"""What decisions read of a model, a configuration and a device; nothing here changes while a plan is made."""
+"""Read-only inputs of all decisions: a model, a config and a device. Constant while a plan is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from infuse.plan.users_own import UsersOwn
 
 
 class Facts:
-    """A model in which no step has changed anything yet, for a rank of `mesh` on `device` in `dtype`."""
+    """Facts about an unchanged model, for one rank of `mesh` on `device` in `dtype`."""
 
     def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, mesh: Mesh):
         self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
@@ -42,7 +42,7 @@ class Facts:
         self._choices: dict[str, ops.Choice] = {}
 
     def choice(self, op: str) -> ops.Choice:
-        """The body that computes `op`, and those that declined."""
+        """Choose the body for `op`; the result also lists the bodies that declined."""
         if op not in self._choices:
             refused = self._refused
             if self.config.kv_cache and op == "rotary_append":
@@ -55,21 +55,21 @@ class Facts:
         return refused_bodies(self.model, self.device, self.dtype, self.mesh.tp)
 
     def ranks(self, has_experts: bool = False) -> tuple[Mesh, ...]:
-        """The mesh of each rank that has a part of its own of a module."""
+        """List the mesh of each rank that holds its own part of a module."""
         return self.mesh.ranks() if has_experts or self.mesh.tp > 1 else (ONE,)
 
     def expert_share(self, experts: int) -> str:
-        """How ranks share that many experts, in words."""
+        """Describe how ranks share this many experts."""
         counts = [stop - start for start, stop in split(experts, self.mesh.ep)]
         return share_text(counts, self.mesh.slices)
 
     def kept(self, path: str, fill: Fill) -> list[str]:
-        """The sources of `fill`, of the module at `path`, that stay in float32 in a model of 16 bits."""
+        """List the sources of `fill`, for the module at `path`, that stay in float32 in a 16-bit model."""
         return [source for source in fill.sources if f"{path}.{source}" in self.exact]
 
     def stays(self, name: str) -> str | None:
-        """Why the linear at `name` is left as it is, whatever kernels there are; None if nothing forbids another."""
-        format, read = self.formats.of(name), self.read.get(name)  # asked for all, so that a pattern may name each
+        """Return why the linear at `name` is never replaced, whatever the kernels; None if it may be."""
+        format, read = self.formats.of(name), self.read.get(name)  # looked up for all, so that patterns match them
         if name in self.routers:
             return "chooses among experts or weighs them, so it keeps its precision"
         if f"{name}.weight" in self.exact:

@@ -50,8 +50,8 @@ class Formats:
 
     def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
         """Notes on formats whose 8-bit activations have no effect on the device."""
-        given = filter(None, (self._everywhere, *self._by_name.values()))
-        asked = [text for text in given if quant_format(text).activation_bits == 8]
+        formats = filter(None, (self._everywhere, *self._by_name.values()))
+        asked = [text for text in formats if quant_format(text).activation_bits == 8]
         reason = keeps_activations(device, dtype) if asked else None
         return [f"{asked[0]}: activations keep 16 bits here: {reason}"] if reason else []
 
@@ -64,12 +64,12 @@ class Formats:
         return [self.of(source) for source in linears_of(fill, path)][0]
 
     def multiple(self, path: str, inputs: int) -> int:
-        """Number that a rank's part of the `inputs` of the linear at `path` must be a multiple of: its groups' size."""
+        """Group size of the linear at `path`: a rank's part of its `inputs` must be a multiple of it."""
         format = self.of(path)
         return 1 if format is None else format.unit(inputs)
 
     def difference(self, fill: Fill, path: str) -> str | None:
-        """Why the linears that `fill` merges cannot be one matrix (formats set by name differ), or None."""
+        """Return why `fill` cannot merge its linears (formats set by name differ); None if it can."""
         sources = linears_of(fill, path)
         chosen = [str(self.of(source) or "the compute dtype") for source in sources]
         if len(set(chosen)) == 1:
@@ -109,19 +109,19 @@ class Formats:
 
 
 def linears_of(fill: Fill, path: str) -> list[str]:
-    """Paths of the linears whose weights `fill` takes from the module at `path`."""
+    """Paths of the linears in the module at `path` whose weights `fill` reads."""
     owners = [source.rpartition(".")[0] for source in fill.sources]
     return [".".join(part for part in (path, owner) if part) for owner in owners]
 
 
 def matrices_made(fills: Iterable[Fill], shape: HasMatrices | None) -> list[tuple[Fill, Matrix]]:
-    """The fills that make a matrix of `shape`, each with that matrix."""
+    """List the fills that build a matrix of `shape`, each with that matrix."""
     by_weight = {} if shape is None else {matrix.weight: matrix for matrix in shape.matrices}
     return [(fill, by_weight[fill.target]) for fill in fills if fill.target in by_weight]
 
 
 def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
-    """Ops that multiply with the matrices of `fills` or look up rows in them, and the op that quantizes them."""
+    """List the ops that multiply by the matrices of `fills`, look up their rows or quantize them."""
     made = matrices_made(fills, shape)
     multiplied = [linear_op(fill.format) for fill, matrix in made if matrix.op == "linear"]
     chosen = [experts_op(fill.format) for fill, matrix in made if matrix.op == "experts"]
@@ -135,7 +135,7 @@ def quantized_bytes(
 ) -> dict[str, int]:
     """Target → bytes of its quantized matrix: codes, scales and zeros.
 
-    If the chosen body holds dequantized values, these count instead of the codes.
+    If the chosen body keeps dequantized values, they count instead of the codes.
     """
     chosen, sizes = dict(bodies), dict[str, int]()
     dtype = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))

@@ -53,21 +53,21 @@ def model_around(model: nn.Module, path: str) -> str:
 
 
 def traits(model: nn.Module, path: str, *, is_called: bool) -> tuple:
-    """Features besides weights in which modules of one kind may differ: the classes of all modules inside, their plain
-    attributes and the functions that they hold, except the layer's index.
+    """Traits besides weights that may differ between modules of one kind: the classes of all inner modules, their plain
+    attributes and their functions, except the layer's index.
 
     For a module that its parent calls (a linear, experts), also its name and the structure of that parent.
     """
-    own = tuple(
+    inner = tuple(
         (place, type(module), *_attributes(module)) for place, module in model.get_submodule(path).named_modules()
     )
     if not is_called:
-        return (own,)
+        return (inner,)
     where, _, name = path.rpartition(".")
     around = model.get_submodule(where)
     inside = around.named_modules() if is_adapter(around) else around.named_children()
     structure = tuple((place, type(module)) for place, module in inside)
-    return own, type(around), None if name.isdecimal() else name, structure
+    return inner, type(around), None if name.isdecimal() else name, structure
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

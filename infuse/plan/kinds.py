@@ -1,6 +1,6 @@
-"""The kinds of steps, by the shape of the new module: data that plans, proofs and shards read of each.
+"""The kinds of steps, by the shape of the new module: data for plans, proofs and shards.
 
-How a kind is built, proven and put in is in apply.kinds.
+apply.kinds says how each kind is built, proven and put in.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ EXPERTS, MODULE = "experts", "module"
 class Kind:
     """A kind of step.
 
-    `depth`: how much is replaced, in the words of the plan's text. `is_layer`: a layer or a whole module, whose inside
-    can be replaced instead. `keeps_forward`: a layer without a spec, whose linears ranks share. `is_called`: a module
-    of the user's calls the new one, so the proof runs that module too. `is_packed`: its tensors differ from the
-    original's also without a format, so they are saved and read back as they are.
+    `depth`: how much is replaced, as named in the plan's text. `is_layer`: a layer or a whole module, whose inside can
+    be replaced instead. `keeps_forward`: a layer without a spec, whose linears ranks share. `is_called`: a module of
+    the user calls the new one, so the proof runs that module too. `is_packed`: its tensors differ from the original's
+    even without a format, so shards store them as they are.
     """
 
     depth: str
@@ -52,5 +52,5 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
 
 
 def shape_class(shape: object) -> type:
-    """The class by which the tables of kinds know the class of `shape`: itself or its nearest base."""
+    """Return the key of `shape` in the tables of kinds: its class or the nearest base class."""
     return next(cls for cls in type(shape).__mro__ if cls in KINDS)

@@ -1,4 +1,4 @@
-"""Which new tensors differ from the original's: our shards hold these as they are, and read them back."""
+"""Find new tensors that differ from the original's. Our shards store and read them as they are."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ _KERNELS = {
 class Plan:
     """The decision for one model on one device, for one rank of `mesh`.
 
-    `before_bytes` and `after_bytes` count parameters and buffers; of the latter, `mapped_bytes` are experts in a file.
-    `kv_cache` is the format of our cache (None: `dtype`); `token_bytes` are those of a token in `dtype` and in it.
-    `state_bytes`: what recurrences hold of each text, however long it is. `places` are those of `steps` for which
-    there are further candidates, until the plan was proven.
+    `before_bytes` and `after_bytes` count parameters and buffers; the latter include `mapped_bytes` of mapped experts.
+    `kv_cache`: format of our cache (None: `dtype`). `token_bytes`: bytes per cached token in `dtype` and in `kv_cache`.
+    `state_bytes`: recurrent state per sequence, independent of its length. `places`: those with further candidates,
+    until the plan is proven.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Plan:
     places: tuple[Place, ...] = field(default=(), compare=False)
 
     def digest(self) -> str:
-        """Fingerprint of the decision, equal on all ranks that decided alike."""
+        """Fingerprint of the decision, equal on all ranks with the same decision."""
         steps = [
             (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding, sorted(s.exact))
             for s in self.steps
@@ -84,9 +84,9 @@ class Plan:
         after_bytes: int,
         notes: Iterable[str] = (),
     ) -> Plan:
-        """The plan as executed: with these `steps`, some of them from the candidates taken `instead` of `refused`."""
+        """Return the plan as executed: `steps`, some of them from candidates taken `instead` of `refused` ones."""
         left = [*self.left, *refused, *(left for candidate in instead for left in candidate.left)]
-        declined = [*self.declined, *(one for candidate in instead for one in candidate.declined)]
+        declined = [*self.declined, *(kernel for candidate in instead for kernel in candidate.declined)]
         steps = tuple(steps)
         return replace(
             self,
@@ -100,7 +100,7 @@ class Plan:
         )
 
     def close(self) -> None:
-        """Let go of the model, from which further candidates would be decided."""
+        """Release the model, which is kept to decide further candidates."""
         for place in self.places:
             place.close()
 
@@ -172,10 +172,10 @@ def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for note in plan.notes:
         yield "note", "", note, ""
     if plan.kv_cache:
-        plain, held = (f"{count / 1e3:,.1f} kB" for count in plan.token_bytes)
+        plain, coded = (f"{count / 1e3:,.1f} kB" for count in plan.token_bytes)
         dtype = str(plan.dtype).removeprefix("torch.")
         others = f"caches that you pass and continuous batching keep {dtype}"
-        yield "cache", "", f"{plan.kv_cache}, {held} a token instead of {plain} in {dtype}; {others}", ""
+        yield "cache", "", f"{plan.kv_cache}, {coded} a token instead of {plain} in {dtype}; {others}", ""
     if plan.state_bytes:
         yield "states", "", f"{plan.state_bytes / 1e3:,.1f} kB for each text in float32, however long it is", ""
     yield "memory", "", memory(plan), ""
@@ -201,7 +201,7 @@ def _legend(plan: Plan) -> list[str]:
 
 
 def _formats_text(step: Step) -> str:
-    """Each format with its bytes in one such module, and its matrices if formats differ."""
+    """Format each number format with its bytes in one such module, and with its matrices if formats differ."""
     by_format: dict[str, list[tuple[str, int]]] = {}
     for target, format, size in step.matrices:
         if format:
@@ -229,9 +229,9 @@ class Report(str):
 
     @classmethod
     def of_several(cls, reports: Mapping[str, Report], rest: str) -> Report:
-        """The reports of several models by their names, and a last line."""
-        report = cls("\n".join([*(f"{name}: {one}" for name, one in reports.items()), rest]))
-        parts = [f"<h4>{escape(name)}</h4>{one._repr_html_()}" for name, one in reports.items()]
+        """Join the reports of several models by name, and add a last line."""
+        report = cls("\n".join([*(f"{name}: {text}" for name, text in reports.items()), rest]))
+        parts = [f"<h4>{escape(name)}</h4>{model_report._repr_html_()}" for name, model_report in reports.items()]
         report._html = "".join([*parts, f"<pre>{escape(rest)}</pre>"])
         return report
 

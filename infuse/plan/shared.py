@@ -1,4 +1,4 @@
-"""Weights that several layers share: transformed once and shared again, or the plan says why they cannot be."""
+"""Weights shared by several layers: transform them once and share the result, or note in the plan why not."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Sharing:
 
 
 def refuse_shared(model: nn.Module, path: str, shared: Mapping[str, tuple[str, ...]]) -> None:
-    """SpecMismatch if another layer has weights of the layer at `path`: ranks would cut them twice.
+    """Raise SpecMismatch if another layer shares weights with the layer at `path`: ranks would cut them twice.
 
-    One layer that is applied in several places is not refused.
+    A single layer used in several places is allowed.
     """
     layer = model.get_submodule(path)
     for other in (other for name, others in shared.items() if name.startswith(f"{path}.") for other in others):

@@ -88,7 +88,7 @@ class Step:
 
     @property
     def made(self) -> list[tuple[Fill, Matrix]]:
-        """The fills that make a matrix, each with its matrix."""
+        """The fills that build a matrix, each with its matrix."""
         return matrices_made(self.fills, self.shape)
 
     @property

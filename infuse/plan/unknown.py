@@ -1,4 +1,4 @@
-"""Layers that ranks share while keeping their forward: which layers, and how each may be cut."""
+"""Layers without a spec that ranks share, each in its own forward: find them and their possible cuts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Splits:
         self._roles = ModelRoles(model, self.layers, policy)
 
     def takes(self, path: str) -> bool:
-        """Whether the module at `path` is split, before any other replacement is considered.
+        """Whether the module at `path` is split, which takes precedence over any other replacement.
 
         True for modules that a policy names and for layers without a spec.
         """
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[RankShare, list[RankShare]]]]:
-        """Roles of the layer's linears and, for each interpretation, the whole and every rank's part.
+        """Return the roles of the layer's linears and, for each interpretation, the whole and every rank's part.
 
         SpecMismatch if the layer cannot be split.
         """

@@ -1,7 +1,7 @@
-"""What in a layer is the user's own: a block would not call it, or would lose it. Such layers stay.
+"""Find user customizations in a layer that a block would not call or would lose. Such layers stay.
 
-That is methods of a subclass or a patch, forwards set on instances, hooks inside, tensors and modules that the class
-does not make, and parts that are held outside of the layer, too.
+These are methods of a subclass or patch, forwards set on instances, inner hooks, tensors and modules that the class
+does not create, and parts that are also used outside of the layer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from infuse.architectures.diffusion import module_spec
 from infuse.architectures.plain import patched
 from infuse.authors import LIBRARIES, is_librarys, users_methods, words_of
 
-_CONTAINERS = "torch.nn.modules.container"  # their children have any names
+_CONTAINERS = "torch.nn.modules.container"  # their children have arbitrary names
 
 
 class UsersOwn:
-    """Finds the user's own in the layers of `model`, which must not have been changed by any step yet."""
+    """Finds user customizations in the layers of `model`, in which no step has changed anything yet."""
 
     def __init__(self, model: nn.Module):
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -34,11 +34,11 @@ class UsersOwn:
         self._in_layers = {id(module) for layer in layers for module in layer.modules()}
 
     def inside(self, layer: nn.Module, moved: Collection[str], library: str) -> list[str]:
-        """What a whole block in place of `layer`, of a class of `library`, would not call or would lose.
+        """List customizations that a whole block would not call or would lose. `layer` has a class of `library`.
 
         Hooks on the layer itself and on the modules at the paths `moved` are not listed: they move to the block.
         """
-        found = []
+        reasons = []
         libraries = {*LIBRARIES, library}
         methods: Mapping[type, list[str]] = {
             kind: list(users_methods(kind, libraries)) for kind in {type(module) for module in layer.modules()}
@@ -46,32 +46,33 @@ class UsersOwn:
         for path, module in layer.named_modules():
             where = path or "the layer"
             if patched(module):
-                found.append(f"{where} has a forward set on the instance")
+                reasons.append(f"{where} has a forward set on the instance")
             elif path and path not in moved and (module._forward_hooks or module._forward_pre_hooks):
-                found.append(f"{path} has a hook, which a whole block would not call")
+                reasons.append(f"{path} has a hook, which a whole block would not call")
             if names := methods[type(module)]:
-                found.append(
+                reasons.append(
                     f"{where} has a method of your own, {', '.join(names)}, which a whole block would not call"
                 )
             if names := sorted(_added(module)):
-                found.append(f"{where} has {', '.join(names)}, which {type(module).__name__} does not make")
+                reasons.append(f"{where} has {', '.join(names)}, which {type(module).__name__} does not make")
             if names := [name for name, value in vars(module).items() if _is_users_function(value, libraries)]:
-                found.append(f"{where} has a function of your own, {', '.join(names)}, which a block would not call")
-        return found + self.shared(layer)
+                reasons.append(f"{where} has a function of your own, {', '.join(names)}, which a block would not call")
+        return reasons + self.shared(layer)
 
     def shared(self, layer: nn.Module) -> list[str]:
-        """Parts of `layer` with parameters that are held outside of all layers, too, where they would no longer be the
-        same. Layers that share parts share what is made from them.
+        """List parts of `layer` with parameters that are also used outside of all layers: they would not stay shared.
+
+        Parts shared between layers are allowed, because the new layers share the result.
         """
-        found = []
+        reasons = []
         for path, module in layer.named_modules():
             holders = self._holders.get(id(module), ())
             outside = [(holder, name) for holder, name in holders if id(holder) not in self._in_layers]
             if path and outside and next(module.parameters(), None) is not None:
                 holder, name = outside[0]
                 other = ".".join(part for part in (self._paths[id(holder)], name) if part)
-                found.append(f"{path} is also {other}, which stays the same module")
-        return found
+                reasons.append(f"{path} is also {other}, which stays the same module")
+        return reasons
 
 
 def _is_users_function(value: Any, libraries: Collection[str]) -> bool:
@@ -82,12 +83,12 @@ def _is_users_function(value: Any, libraries: Collection[str]) -> bool:
 
 
 def _added(module: nn.Module) -> set[str]:
-    """Buffers and modules that no method of the class names."""
+    """Names of buffers and modules that no method of the class mentions."""
     kind: Any = type(module)
     if kind.__module__ == _CONTAINERS:
         return set()
-    held = {name for held in (module._buffers, module._modules) for name, value in held.items() if value is not None}
-    return held - _named(kind)
+    entries = (*module._buffers.items(), *module._modules.items())
+    return {name for name, value in entries if value is not None} - _named(kind)
 
 
 @cache

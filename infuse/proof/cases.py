@@ -20,7 +20,7 @@ from infuse.inputs.model import SEED
 from infuse.proof.sessions import Session, session_inputs, short_window
 from infuse.temporary_hooks import StopModel, watched
 
-CACHE = object()  # placeholder for the model's cache in a call; each run uses its own; the recorded one is freed
+CACHE = object()  # placeholder for the model's cache in a call: each run uses its own, and the recorded one is freed
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Case:
     """Calls in order on one cache: a prompt, then further tokens if there is a cache.
 
     Each of `caches` creates a fresh cache: the original runs on the first, its replacement on all of them. If
-    `refusable`, the new module may refuse the calls by name (UnsupportedCall) instead of computing them. `whole`: the
-    calls of a whole module, all results of which are compared; its arguments keep dtypes that differ from the first's.
-    `rows`: one call [1, N, ...] of a module that computes each of the N rows alone.
+    `refusable`, the new module may refuse the calls by name (UnsupportedCall) instead of computing them. `whole`: calls
+    of a whole module, with all its results compared; arguments keep dtypes that differ from the first's. `rows`: one
+    call [1, N, ...] of a module that computes the N rows independently.
     """
 
     label: str
@@ -81,8 +81,8 @@ def _sees_all(calls: list[Call]) -> bool:
     seen_tokens = 0
     for call in calls:
         seen_tokens += call.hidden.shape[1]
-        given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
-        if any(mask.shape[-1] != seen_tokens for mask in given if mask.dim() == 4):
+        tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
+        if any(mask.shape[-1] != seen_tokens for mask in tensors if mask.dim() == 4):
             return False
     return True
 
@@ -109,19 +109,19 @@ def record_run(
 
 
 def recorded_call(args: tuple, kwargs: dict[str, Any], real: Tensor | None) -> Call:
-    """The call of a layer with these arguments; `real` marks the model's tokens that are no padding."""
+    """Record the call of a layer with these arguments; `real` marks tokens that are not padding."""
     kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
     hidden, *others = args or (kwargs.pop("hidden_states"),)
     others = [CACHE if isinstance(value, Cache) else value for value in others]
-    fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask is of other rows
+    fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask belongs to other rows
     return Call(hidden.clone(), tuple(others), kwargs, real if fits else None)
 
 
 def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
     """Random cases for one matrix.
 
-    For an embedding: random indices plus the first and last row. For a linear: one row, some, and more than kernels for
-    few rows take.
+    For an embedding: random indices plus the first and last row. For a linear: one row, a few, and more than the
+    kernels for few rows take.
     """
     generator = torch.Generator().manual_seed(SEED)
     if matrix.op == "embedding":
@@ -132,9 +132,9 @@ def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
 
 
 def expert_cases(shape: ExpertsShape, device: torch.device) -> list[Case]:
-    """Random cases for experts, [T, H] with routes: one token, some, and so many that each expert has a few.
+    """Random cases for experts, [T, H] with routes: one token, a few, and enough for several per expert.
 
-    Weights are as after a softmax. In the last case one expert has all tokens.
+    Weights are the output of a softmax. In the last case one expert gets all tokens.
     """
     generator = torch.Generator().manual_seed(SEED)
     routes, cases = min(4, shape.count), []
@@ -152,7 +152,7 @@ def expert_cases(shape: ExpertsShape, device: torch.device) -> list[Case]:
 
 
 def _as_called(shape: ExpertsShape, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Call:
-    """The call of such experts with these routes; of those that take one expert a token, with the first ones."""
+    """Build the call of such experts with these routes; experts that take one route per token get the first."""
     if shape.call == BATCHES:
         return Call(x_TH[None], (index_TK, weights_TK), {}, None)
     if shape.call == ONE_HOT:
@@ -166,7 +166,7 @@ def _as_called(shape: ExpertsShape, x_TH: Tensor, index_TK: Tensor, weights_TK: 
 
 
 def routed_cases(hidden: int, device: torch.device) -> list[Case]:
-    """Random cases for a DeepSpeed mixture: two rows of tokens, and no mask of used ones."""
+    """Random cases for a DeepSpeed mixture: two rows of tokens, without a used_token mask."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = [torch.randn(2, tokens, hidden, generator=generator) for tokens in (2, 5, 17)]
     calls = [Call(x.to(device), (None,), {}, None) for x in inputs]

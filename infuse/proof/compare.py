@@ -27,7 +27,7 @@ from infuse.quant.parse import quant_format
 # Relative to the root mean square of the values. float32: difference between two summation orders over some thousand
 # terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
-# What an int8 cache may add: keys and values are rounded like a matrix of int8, independently.
+# Error that an int8 cache may add: keys and values are rounded like a matrix of int8, independently.
 _OF_INT8_CACHE = math.sqrt(2) * quant_format("int8").proof_tolerance
 _CALLS = ("prefill", "decode", "several tokens")
 _CACHES: dict[Any, str] = {our_cache: ", our cache", our_int8_cache: ", our int8 cache"}
@@ -42,14 +42,14 @@ def cast_value(value: Any, dtype: torch.dtype, cache: Any, only: torch.dtype | N
     if value is CACHE:
         return cache
     if isinstance(value, dict):
-        return {name: cast_value(one, dtype, cache, only) for name, one in value.items()}
+        return {name: cast_value(entry, dtype, cache, only) for name, entry in value.items()}
     return type(value)(cast_value(v, dtype, cache, only) for v in value) if isinstance(value, (tuple, list)) else value
 
 
 def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> list[Tensor]:
     """Run the case's calls in order and return the hidden states of the real positions [N, C], one tensor per call.
 
-    Of a whole module's calls, return all results.
+    For a whole module, return all results of each call.
     """
     cache = make_cache() if make_cache else None
     results = []
@@ -58,13 +58,13 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callab
         args = [cast_value(arg, dtype, cache, only) for arg in call.args]
         kwargs = {name: cast_value(value, dtype, cache, only) for name, value in call.kwargs.items()}
         # An embedding takes indices, which keep their dtype.
-        given = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
-        hidden = given.clone()
+        original = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
+        hidden = original.clone()
         out = layer(hidden, *args, **kwargs)
-        if not torch.equal(hidden, given):
+        if not torch.equal(hidden, original):
             raise ValueError("the hidden states that were passed in were written to")
         if case.whole:
-            tensors = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, Tensor)]
+            tensors = [tensor for tensor in (out if isinstance(out, tuple) else (out,)) if isinstance(tensor, Tensor)]
             if not tensors:
                 raise TypeError(f"it returned {type(out).__name__}, not tensors")
             results += tensors
@@ -122,7 +122,7 @@ def expected(
 
 
 def _together(cases: list[Case]) -> Case | None:
-    """The calls of all cases as one, which casts the weights only once; None if their rows are not independent."""
+    """Merge the calls of all cases into one, to cast the weights once; None if their rows are not independent."""
     if not all(case.rows for case in cases):
         return None
     calls = [call for case in cases for call in case.calls]
@@ -140,19 +140,19 @@ def attempted(look: Callable[[], str | None]) -> str | None:
         return f"not proven: {in_brief(error)}"
 
 
-def distance(found: Tensor, exact: Tensor) -> float:
+def distance(actual: Tensor, exact: Tensor) -> float:
     """Root mean square of the difference relative to that of `exact`; inf if shapes differ or values are not finite."""
-    if found.shape != exact.shape:
+    if actual.shape != exact.shape:
         return float("inf")
     if exact.numel() == 0:
         return 0.0
-    error = (found.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp(min=1e-30)
+    error = (actual.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp(min=1e-30)
     return float(error) if bool(torch.isfinite(error)) else float("inf")
 
 
 def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
     """Return why `new` (reference bodies, no quantization) is not the same function as the original; None if it is."""
-    exact = [replace(case, caches=tuple(one for one in case.caches if one is not our_int8_cache)) for case in cases]
+    exact = [replace(case, caches=tuple(make for make in case.caches if make is not our_int8_cache)) for case in cases]
     with in_dtype(new, torch.float32):
         allowed = [[STRUCTURE_TOLERANCE] * len(row) for row in wanted.exact]
         return _mismatch(new, exact, wanted, torch.float32, allowed)
@@ -166,24 +166,24 @@ def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expec
     if isinstance(step.shape, ExpertsShape) and step.shape.gate.gated:
         formats += formats[:1]
     quantized = math.hypot(*(quant_format(format).proof_tolerance for format in formats))
-    allowed = [[max(2 * own, _FLOOR[dtype]) + quantized for own in row] for row in wanted.own_error]
+    allowed = [[max(2 * error, _FLOOR[dtype]) + quantized for error in row] for row in wanted.own_error]
     return _mismatch(new, cases, wanted, dtype, allowed)
 
 
 def _mismatch(
     new: nn.Module, cases: list[Case], wanted: Expected, dtype: torch.dtype, allowed: list[list[float]]
 ) -> str | None:
-    """Return the first call of a case, on any of its caches, in which `new` is further off than `allowed` there."""
+    """Return the first call of a case, on any of its caches, in which the error of `new` exceeds `allowed`."""
     for case, exact, most, routes in zip(cases, wanted.exact, allowed, wanted.routes, strict=True):
         for make_cache in case.caches:
             try:
                 with fed(new, wanted.routers, routes):
-                    found = outputs(new, case, dtype, make_cache)
+                    tensors = outputs(new, case, dtype, make_cache)
             except UnsupportedCall:
                 if case.refusable:  # the user gets the same named refusal
                     continue
                 raise
-            errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
+            errors = [distance(a, b) for a, b in zip(tensors, exact, strict=True)]
             if make_cache is our_int8_cache:
                 most = [limit + _OF_INT8_CACHE for limit in most]
             names = [f"result {n + 1}" for n in range(len(errors))] if case.whole else _CALLS[: len(errors)]
@@ -212,22 +212,22 @@ def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
             for inputs, real in session_inputs(model, cache, session):
                 out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)
                 fits = real is not None and out.shape[:2] == real.shape
-                found = out[real.to(out.device)] if fits else out  # type: ignore[union-attr]
-                outputs.append((found.float(), out.dtype))
+                hidden = out[real.to(out.device)] if fits else out  # type: ignore[union-attr]
+                outputs.append((hidden.float(), out.dtype))
         except Exception:
             if not session.optional:
                 raise
     return outputs
 
 
-def hook_mismatch(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tensor, torch.dtype]]) -> str | None:
+def hook_mismatch(actual: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tensor, torch.dtype]]) -> str | None:
     """Return why the model's outputs with another attention differ too much; None if they do not.
 
     Both runs use one dtype, so twice its rounding error is allowed.
     """
-    if len(found) != len(wanted):
+    if len(actual) != len(wanted):
         return "the model does not run with it on all inputs on which it runs without"
-    for (a, dtype), (b, _) in zip(found, wanted, strict=True):
+    for (a, dtype), (b, _) in zip(actual, wanted, strict=True):
         error, allowed = distance(a, b), 2 * _FLOOR[dtype]
         if error > allowed:
             return f"the model differs from itself by {error:.1e} of its size in {dtype} ({allowed:.1e} is allowed)"

@@ -1,6 +1,4 @@
-"""Cases for modules of diffusers: what they are called with in a step of their pipeline, and while their component runs
-on inputs of small sizes.
-"""
+"""Cases for modules of diffusers: calls in a step of their pipeline, and in runs of their component on small inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +15,16 @@ from infuse.proof.first_step import FIRST_STEP
 
 
 def component_cases(
-    model: nn.Module, modules: Mapping[str, nn.Module], own: Mapping[str, Call]
+    model: nn.Module, modules: Mapping[str, nn.Module], recorded: Mapping[str, Call]
 ) -> dict[str, list[Case]]:
-    """For each path in `modules` (modules of `model`), its call in a step of the pipeline, `own`, and further cases.
+    """Return the cases of each path in `modules` (modules of `model`): its `recorded` pipeline call and further ones.
 
-    Runs of the component produce them: two rows for modules that `own` has no two rows of, and an uneven size for all.
+    Runs of the component add two rows for modules recorded with fewer, and an uneven size for all.
     """
-    cases = {path: [Case(FIRST_STEP, (own[path],), (None,), whole=True)] if path in own else [] for path in modules}
-    alone = {path: one for path, one in modules.items() if path not in own or len(own[path].hidden) < 2}
+    cases: dict[str, list[Case]] = {path: [] for path in modules}
+    for path in modules.keys() & recorded.keys():
+        cases[path].append(Case(FIRST_STEP, (recorded[path],), (None,), whole=True))
+    alone = {path: module for path, module in modules.items() if path not in recorded or len(recorded[path].hidden) < 2}
     for size, watched in ((GUIDED, alone), (UNEVEN, modules)):
         if not watched:
             continue
@@ -35,9 +35,9 @@ def component_cases(
         except (CheckpointError, RankError):
             raise
         except Exception:
-            if size is GUIDED and not own:
+            if size is GUIDED and not recorded:
                 raise
-            continue  # not every model takes uneven sizes, and not of every model infuse can make inputs
+            continue  # some models refuse uneven sizes, and infuse cannot make inputs for every model
         for path, calls in seen.items():
             if calls:
                 cases[path].append(Case(size.label, tuple(calls), (None,), whole=True))

@@ -1,6 +1,6 @@
-"""One step of a whole diffusion pipeline: what its models are called with, what they return, and its image.
+"""Run one step of a whole diffusion pipeline and record its models' calls and results, and the image.
 
-The pipeline runs as a shallow copy with a scheduler of its own, so that the user's keeps its state.
+The pipeline runs as a shallow copy with its own scheduler, so that the user's scheduler keeps its state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_STEP = "the pipeline's own first step"
 
 @dataclass
 class Outcome:
-    """`results`: what the first call of each part of a model returned, by (model, part), in the order of the calls."""
+    """`results`: tensors returned by the first call of each part, by (model, part) in call order."""
 
     image: Tensor
     results: dict[tuple[str, str], list[Tensor]]
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class FirstStep:
-    """Runs one step of `pipe`, whose models are `models`, always with the same arguments."""
+    """Runs one step of `pipe`, with its `models` and always the same arguments."""
 
     def __init__(self, pipe: Any, models: Mapping[str, nn.Module]):
         self._pipe, self._models = pipe, models
@@ -59,13 +59,14 @@ class FirstStep:
                 modules = {path: model.get_submodule(path) for path in (paths or {}).get(name, ())}
                 calls = recorder.calls.setdefault(name, {})
                 undo.enter_context(watched(modules, partial(recorder.record, name, calls), _nothing))
-            given = pipeline_inputs(self._pipe, self._models)
-            self.pixels = f"{given['height']} x {given['width']} pixels, " if {"height", "width"} <= set(given) else ""
-            result = self._copy()(**given)
+            arguments = pipeline_inputs(self._pipe, self._models)
+            has_size = {"height", "width"} <= set(arguments)
+            self.pixels = f"{arguments['height']} x {arguments['width']} pixels, " if has_size else ""
+            result = self._copy()(**arguments)
         return Outcome(_first_image(result), recorder.results, recorder.calls)
 
     def _copy(self) -> Any:
-        """The pipeline with the same models. Attributes are set past its own __setattr__, which changes its config."""
+        """Copy the pipeline, sharing its models. Bypass its __setattr__, which changes the config."""
         probe = copy.copy(self._pipe)
         for name, value in vars(self._pipe).items():
             if hasattr(value, "set_timesteps"):
@@ -83,7 +84,7 @@ class FirstStep:
 class _Recorder:
     results: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
     calls: dict[str, dict[str, Call]] = field(default_factory=dict)
-    real: dict[str, Tensor | None] = field(default_factory=dict)  # of the models' current calls: tokens, not padding
+    real: dict[str, Tensor | None] = field(default_factory=dict)  # model → mask of real tokens in its current call
 
     def called(self, model: str, part: str, args: tuple, kwargs: dict[str, Any]) -> None:
         interrupts.check()
@@ -94,7 +95,7 @@ class _Recorder:
         if (model, part) not in self.results:
             values = output.values() if isinstance(output, Mapping) else output
             values = values if isinstance(output, (Mapping, tuple, list)) else (output,)
-            self.results[model, part] = [one.float().cpu() for one in values if _is_floating(one)]
+            self.results[model, part] = [tensor.float().cpu() for tensor in values if _is_floating(tensor)]
 
     def record(self, model: str, calls: dict[str, Call], path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if path in calls or not (args or "hidden_states" in kwargs):
@@ -105,7 +106,7 @@ class _Recorder:
 
 
 def first_outcome(step: FirstStep, paths: Mapping[str, Iterable[str]]) -> Outcome | str:
-    """The outcome of the original's step, with its modules' calls, or the reason why it cannot be run by itself."""
+    """Return the outcome of the original's step, with its modules' calls, or the reason why it cannot run alone."""
     try:
         return step.run(paths)
     except (CheckpointError, RankError):
@@ -123,7 +124,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _first_image(result: Any) -> Tensor:
-    """The first image, or the frames of the first video, in float32."""
+    """Return the first image, or the frames of the first video, in float32."""
     first = result[0]
     while isinstance(first, (list, tuple)):
         first = first[0]

@@ -97,7 +97,7 @@ def find_callers(
     If `model` does not run or does not call a linear, the nearest model around the linear is run. `running` returns a
     context in which the model can run.
     """
-    found: dict[str, Caller] = {}
+    callers: dict[str, Caller] = {}
     reasons = dict.fromkeys(paths, "the model does not call it")
     for owner in dict.fromkeys(["", *(model_around(model, path) for path in reasons)]):
         prefix = f"{owner}." if owner else ""
@@ -113,9 +113,9 @@ def find_callers(
         except Exception as error:  # the user's model may raise anything; the linear is still proven alone
             reasons |= dict.fromkeys(waiting, in_brief(error))
         else:
-            found |= {f"{prefix}{path}": caller for path, caller in calls.items()}
-            reasons = {path: reason for path, reason in reasons.items() if path not in found}
-    return found, reasons
+            callers |= {f"{prefix}{path}": caller for path, caller in calls.items()}
+            reasons = {path: reason for path, reason in reasons.items() if path not in callers}
+    return callers, reasons
 
 
 def proven_alone(reasons: Mapping[str, str]) -> list[str]:
@@ -128,7 +128,7 @@ def proven_alone(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Caller]:
-    """Callers of the linears that run when `model` runs, by the linears' paths in it."""
+    """Run `model` and return the callers of the linears that ran, by the linears' paths."""
     try:
         with shortened(model, linears.values()):
             return _Recorder(model, linears, short=True).run()
@@ -139,19 +139,19 @@ def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Ca
 def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     """Return why `caller` behaves differently with `new` than with the current linear; None if it does not."""
     old = caller.module.get_submodule(caller.path)
-    places = places_of([old], caller.module)[id(old)]  # the caller may hold it in several, and call another one
+    places = places_of([old], caller.module)[id(old)]  # the caller may use it in several places
     with answered_by(old, new.forward):
         wanted = _tensors(_run(caller, (old, new)))
     try:
         for holder, name in places:
             holder._modules[name] = new
-        found = _tensors(_run(caller, (old, new)))
-    except Exception as error:  # it reads an attribute that the new linear lacks
+        actual = _tensors(_run(caller, (old, new)))
+    except Exception as error:  # e.g. it reads an attribute that the new linear lacks
         return f"{type(caller.module).__name__} around it fails with the new linear: {in_brief(error)}"
     finally:
         for holder, name in places:
             holder._modules[name] = old
-    if len(found) == len(wanted) and all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
+    if len(actual) == len(wanted) and all(_same(a, b) for a, b in zip(actual, wanted, strict=True)):
         return None
     return f"{type(caller.module).__name__} around it reads more of it than what it returns, and gives other values"
 
@@ -165,22 +165,22 @@ def _run(caller: Caller, keep: tuple[nn.Module, ...]) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of an output in order, except those in caches."""
+    """List the tensors of an output in order, except those in caches."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-def _same(found: Tensor, wanted: Tensor) -> bool:
+def _same(actual: Tensor, wanted: Tensor) -> bool:
     """True if two results are equal up to summation order."""
-    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+    if actual.dtype != wanted.dtype or actual.shape != wanted.shape:
         return False
-    if not found.is_floating_point():
-        return torch.equal(found, wanted)
-    if torch.allclose(found, wanted, equal_nan=True):
+    if not actual.is_floating_point():
+        return torch.equal(actual, wanted)
+    if torch.allclose(actual, wanted, equal_nan=True):
         return True
-    return distance(found, wanted.float()) <= max(STRUCTURE_TOLERANCE, torch.finfo(found.dtype).eps)
+    return distance(actual, wanted.float()) <= max(STRUCTURE_TOLERANCE, torch.finfo(actual.dtype).eps)
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _note(returned: list[Any], module: nn.Module, args: Any, output: Any) -> Non
 
 
 def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
-    """Make `layer` return its input until `undo`, without calling its present hooks, as one may load its weights."""
+    """Make `layer` return its input until `undo`. Its hooks are not called, because one may load its weights."""
     # It stays in place, because transformers looks up layers by class, and only once.
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
         undo.callback(hooks.update, dict(hooks))
@@ -215,6 +215,6 @@ def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
 
 
 def _hand_on(returned: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the hidden states that the layer was given, in the output format of the last similar layer that ran."""
+    """Return the layer's input hidden states in the output format of the last similar layer that ran."""
     hidden = args[0] if args else kwargs["hidden_states"]
     return (hidden, *output[1:]) if returned and isinstance(output := returned[0], tuple) else hidden

@@ -1,4 +1,4 @@
-"""Compare mixtures on equal routes: a token that two runs send to different experts differs by more than rounding.
+"""Compare mixtures on equal routes: if two runs route a token to different experts, it differs by more than rounding.
 
 The original's routers are recorded in float32, and every other run of the layer, old or new, is fed their routes. The
 routers themselves are compared on the recorded inputs, where equal logits must lead to equal routes, ties included.
@@ -21,7 +21,7 @@ from infuse.temporary_hooks import TemporaryHooks
 
 @dataclass(frozen=True)
 class Route:
-    """One call of a router: its arguments and what it returned: logits [T, E], weights [T, K] and index [T, K]."""
+    """One call of a router: its arguments and results: logits [T, E], weights [T, K] and index [T, K]."""
 
     args: tuple[Any, ...]
     logits: Tensor
@@ -86,39 +86,39 @@ def repeated(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]
 
     Arguments besides the hidden states belong to the original's routers; ours hold them.
     """
-    found = []
+    calls = []
     modules = [layer.get_submodule(path) for path in routers]
     for router, route in zip(cycle(modules), routes, strict=False):
         x, *more = route.args
         logits, weights, index = router(x.to(dtype), *([] if isinstance(router, Router) else more))
-        found.append(Route(route.args, logits, weights, index))
-    return found
+        calls.append(Route(route.args, logits, weights, index))
+    return calls
 
 
-def routes_mismatch(found: Sequence[Route], wanted: Sequence[Route], tolerance: float) -> str | None:
+def routes_mismatch(actual: Sequence[Route], wanted: Sequence[Route], tolerance: float) -> str | None:
     """Return why routers of two modules differ on the same inputs; None if they do not."""
-    differences = (_mismatch(a, b, tolerance) for a, b in zip(found, wanted, strict=True))
+    differences = (_mismatch(a, b, tolerance) for a, b in zip(actual, wanted, strict=True))
     return next((text for text in differences if text), None)
 
 
-def _mismatch(found: Route, wanted: Route, tolerance: float) -> str | None:
+def _mismatch(actual: Route, wanted: Route, tolerance: float) -> str | None:
     """Return why one router's routes differ from another's on the same input; None if they do not.
 
     Logits may differ by `tolerance` of their size. Tokens with equal logits must have equal index and weights.
     """
-    if found.index.shape != wanted.index.shape:
-        return f"the router chooses {found.index.shape[1]} experts, not {wanted.index.shape[1]}"
-    a, b = found.logits.float(), wanted.logits.float()
+    if actual.index.shape != wanted.index.shape:
+        return f"the router chooses {actual.index.shape[1]} experts, not {wanted.index.shape[1]}"
+    a, b = actual.logits.float(), wanted.logits.float()
     finite = torch.isfinite(b).all(dim=-1)  # hidden states at padding may be anything
     error = (a - b)[finite].square().mean().sqrt() / b[finite].square().mean().sqrt().clamp(min=1e-30)
     if not error <= tolerance:
         return f"the router's logits differ by {error:.1e} of their size ({tolerance:.1e} is allowed)"
     same = finite & (a == b).all(dim=-1)
-    if found.weights.dtype != wanted.weights.dtype:
-        return f"the router's weights are {found.weights.dtype}, not {wanted.weights.dtype}"
-    order_a, order_b = (route.index[same].argsort(dim=-1) for route in (found, wanted))
-    if not torch.equal(found.index[same].gather(1, order_a), wanted.index[same].gather(1, order_b)):
+    if actual.weights.dtype != wanted.weights.dtype:
+        return f"the router's weights are {actual.weights.dtype}, not {wanted.weights.dtype}"
+    order_a, order_b = (route.index[same].argsort(dim=-1) for route in (actual, wanted))
+    if not torch.equal(actual.index[same].gather(1, order_a), wanted.index[same].gather(1, order_b)):
         return "the router chooses other experts from the same logits"
-    if not torch.equal(found.weights[same].gather(1, order_a), wanted.weights[same].gather(1, order_b)):
+    if not torch.equal(actual.weights[same].gather(1, order_a), wanted.weights[same].gather(1, order_b)):
         return "the router weighs experts differently from the same logits"
     return None

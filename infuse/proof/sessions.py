@@ -31,18 +31,17 @@ LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then s
 FIRST_TEXT = 3  # of two texts in a row, the first has a third of the tokens
 ENCODED = 7  # states of an encoder
 WINDOW = 5  # a sliding window shorter than TOKENS
-_LONGEST = 256  # tokens of a text that is longer than windows: attention over more takes long, and rounds more
+_LONGEST = 256  # tokens of a text longer than windows; longer attention is slow and rounds more
 
 
 @dataclass(frozen=True)
 class Session:
     """Consecutive calls of the model; `tokens` are the new tokens of each call, `batch` the number of rows.
 
-    The model runs on a cache from `make_cache`. New modules also run on those from `also`, if the same arguments mean
-    the same there. `texts`: each row holds two texts, separated by a 4-d mask. `paged`: they are packed as in a step of
-    continuous batching, with the cache that it passes to the attention function. `window`: sliding windows have this
-    length. `states`: arguments that get the states of an encoder. If the model itself refuses an `optional` session, it
-    yields no case.
+    The model runs on a cache from `make_cache`. New modules also run on caches from `also`, if the same arguments
+    mean the same there. `texts`: each row holds two texts, separated by a 4-d mask. `paged`: they are packed as in
+    continuous batching, with the cache that it passes to the attention function. `window`: length of sliding windows.
+    `states`: arguments that receive encoder states. An `optional` session that the model refuses yields no case.
     """
 
     label: str
@@ -62,7 +61,7 @@ MANY, FEW = 3, 2  # batch sizes: MANY exceeds 28 rows, to use kernels for many r
 
 
 def plain_sessions(config: Any) -> list[Session]:
-    """One call without a cache, and one that is also padded."""
+    """One call without a cache, and one with padding."""
     first = first_tokens(config)
     return [
         Session("alone", (first,), MANY, optional=False),
@@ -73,10 +72,10 @@ def plain_sessions(config: Any) -> list[Session]:
 def block_sessions(
     model: nn.Module, decodes: bool, kv_cache: str | None = None, states: tuple[str, ...] = (), recurs: bool = False
 ) -> list[Session]:
-    """The sessions that a block is proven on; without a cache only, unless it `decodes`.
+    """Return the sessions to prove a block on; those with a cache only if it `decodes`.
 
-    `kv_cache`: the format of the cache that it is also proven on. `states`: arguments with an encoder's states.
-    `recurs`: a layer of the model holds a state, which originals do not keep in our cache.
+    `kv_cache`: format of our cache to prove it on as well. `states`: arguments that receive encoder states. `recurs`: a
+    layer of the model has a recurrent state, which originals do not keep in our cache.
     """
     sessions = [replace(session, states=states) for session in _block_sessions(model, decodes, kv_cache)]
     theirs = partial(DynamicCache, config=getattr(model, "config", None))
@@ -113,7 +112,7 @@ def _block_sessions(model: nn.Module, decodes: bool, kv_cache: str | None) -> li
 
 
 def model_sessions(model: nn.Module) -> list[Session]:
-    """The sessions that layers without a spec are proven on, with a transformers cache if the model takes one."""
+    """Return the sessions to prove layers without a spec on, with a transformers cache if the model takes one."""
     alone, padded = plain_sessions(getattr(model, "config", None))
     make_cache = _cache_maker(model)
     later = (1,) if make_cache else ()
@@ -121,7 +120,7 @@ def model_sessions(model: nn.Module) -> list[Session]:
 
 
 def hook_sessions(model: nn.Module) -> list[Session]:
-    """The sessions that another attention function is proven on."""
+    """Return the sessions to prove another attention function on."""
     config: Any = getattr(model, "config", None)
     sessions = plain_sessions(config)
     if reads_images(model):
@@ -137,7 +136,7 @@ def hook_sessions(model: nn.Module) -> list[Session]:
 
 
 def _budgets(config: Any) -> Iterator[int]:
-    """Numbers of a config that are lengths beyond which a model attends to fewer tokens: windows, chunks, budgets."""
+    """Yield a config's window, chunk and budget lengths, beyond which the model attends to fewer tokens."""
     for name, value in vars(config).items():
         if type(value) is int and any(word in name for word in ("window", "chunk", "topk", "block_size")):
             yield value
@@ -192,20 +191,20 @@ def session_inputs(
         more = {cache_argument(type(model).forward) or FORMER: cache, "use_cache": True}
     width = getattr(getattr(model, "config", None), "hidden_size", 1)
     more |= {name: make("values", (session.batch, ENCODED, width)) for name in session.states}
-    given: dict[str, Tensor] = {}
+    arguments: dict[str, Tensor] = {}
     for i, tokens in enumerate(session.tokens):
         new = model_inputs(model, make, session.batch, tokens)
         if i and "decoder_input_ids" in new:  # keep the encoder's inputs
-            new = given | {"decoder_input_ids": new["decoder_input_ids"]}
+            new = arguments | {"decoder_input_ids": new["decoder_input_ids"]}
         elif i:
             mask = torch.cat((mask, torch.ones(session.batch, tokens, dtype=torch.long)), dim=1)
-        given = new
+        arguments = new
         real = None
-        if "attention_mask" in given:
+        if "attention_mask" in arguments:
             told = _two_texts(mask, sample.dtype) if session.texts else mask
-            given["attention_mask"] = told.to(sample.device)
+            arguments["attention_mask"] = told.to(sample.device)
             real = None if i else mask.bool()
-        yield given | more, real
+        yield arguments | more, real
 
 
 def _packed(tokens: int, device: torch.device) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def write_safetensors(
     record = {"cuts": {name: cut_text(cut) for name, cut in cuts.items()}, "checksums": checksums}
     header = {"__metadata__": {_RECORD: json.dumps(record)}, **places}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * ((-len(text) - 8) % 64)  # mapped tensors start where cache lines do
+    text += b" " * ((-len(text) - 8) % 64)  # aligns mapped tensors to cache lines
 
     def write(file: BinaryIO) -> None:
         file.write(len(text).to_bytes(8, "little") + text)

@@ -32,9 +32,9 @@ def seal(index: Mapping[str, Any]) -> str:
 
 
 def cut_text(cut: Cut) -> str:
-    """A rank's part of a tensor as text for the index: "axis 0 of 96: 0:24 48:60", in positions of the whole.
+    """Format a rank's part of a tensor for the index: "axis 0 of 96: 0:24 48:60", in positions of the whole.
 
-    A part of both axes has its rows behind: "axis 1 of 64: 0:32, rows 0:48".
+    A cut of both axes has its rows at the end: "axis 1 of 64: 0:32, rows 0:48".
     """
     ranges = " ".join(f"{start}:{stop}" for start, stop in cut.ranges)
     rows = "" if cut.rows is None else f", rows {cut.rows[0]}:{cut.rows[1]}"
@@ -49,10 +49,10 @@ def _cut(text: Any) -> Cut:
     head, _, parts = str(text).partition(": ")
     ranges, _, rows = parts.partition(", rows ")
     axis, length = (int(number) for number in head.removeprefix("axis ").split(" of "))
-    found = Cut(axis, _ranges(ranges), (length,), *_ranges(rows))
-    if axis < 0 or (rows and axis == 0) or not all(0 <= start < stop <= length for start, stop in found.ranges):
+    cut = Cut(axis, _ranges(ranges), (length,), *_ranges(rows))
+    if axis < 0 or (rows and axis == 0) or not all(0 <= start < stop <= length for start, stop in cut.ranges):
         raise ValueError(f"no part of {length} positions on axis {axis}: {ranges}")
-    return found
+    return cut
 
 
 def _ranges(text: str) -> tuple[Range, ...]:
@@ -76,9 +76,9 @@ class _Record(BaseModel):
 
 
 class SavedStep(_Record):
-    """An executed step: a digest of what its tensors mean, and the format of each matrix.
+    """An executed step: a digest of the meaning of its tensors, and the format of each matrix.
 
-    `layouts`: of the matrices that are stored as a kernel reads them, so that they can be mapped.
+    `layouts`: kernel layouts of matrices stored for memory mapping.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class SavedStep(_Record):
 
 
 class SavedFile(_Record):
-    """A rank's file: its part of each tensor that ranks split, and the checksums of all its tensors."""
+    """A rank's file: its cut of each tensor that ranks split, and the checksums of all its tensors."""
 
     name: str
     cuts: dict[str, Annotated[Cut, BeforeValidator(_cut)]]
@@ -111,7 +111,7 @@ class SavedIndex(_Record):
 
     @property
     def layouts(self) -> dict[str, str]:
-        """Path of a matrix of experts → the kernel's layout that it is stored in."""
+        """Path of an expert matrix → kernel layout that it is stored in."""
         return {
             f"{path}.{target.rpartition('.')[0]}": layout
             for path, step in self.steps.items()
@@ -130,20 +130,20 @@ class SavedIndex(_Record):
 
     @cached_property
     def bands(self) -> dict[str, tuple[Band, ...]]:
-        """How the ranks' parts form each tensor that they split. Some biases are on one rank of several."""
-        found = {}
+        """How the ranks' parts form each tensor that they split. Some biases are on one rank only."""
+        bands = {}
         for name in dict.fromkeys(name for file in self.files for name in file.cuts):
             try:
-                found[name] = bands_of([file.cuts.get(name) for file in self.files])
+                bands[name] = bands_of([file.cuts.get(name) for file in self.files])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-        return found
+        return bands
 
     @model_validator(mode="after")
     def _files_make_up_the_tensors(self) -> SavedIndex:
         if len({file.name for file in self.files}) < len(self.files):
             raise ValueError("a file stands twice")
-        _ = self.bands  # ValueError if they make up no tensor
+        _ = self.bands  # raises ValueError if the parts do not form a tensor
         return self
 
 
@@ -153,10 +153,10 @@ def read_index(folder: Path) -> SavedIndex | None:
     if not os.path.isfile(path):
         return None
     told = read_json(path)
-    found = told.get("format") if isinstance(told, dict) else None
-    if found != FORMAT:
+    version = told.get("format") if isinstance(told, dict) else None
+    if version != FORMAT:
         raise CheckpointError(
-            f"{path}: not an index of this version: its format is {found!r:.40}, {FORMAT} is read; shard the model "
+            f"{path}: not an index of this version: its format is {version!r:.40}, {FORMAT} is read; shard the model "
             "again from its original checkpoint"
         )
     if told.pop(SEAL, None) != seal(told):
@@ -166,7 +166,7 @@ def read_index(folder: Path) -> SavedIndex | None:
     try:
         index = SavedIndex.model_validate(told)
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        problems = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False))
         raise CheckpointError(f"{path}: corrupt: {'; '.join(problems)}") from error
     for file in index.files:
         inside(folder, file.name, path)

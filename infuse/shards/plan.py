@@ -1,7 +1,7 @@
 """Adapt a plan to the index of our shards, for this model on these ranks: the same steps in the same formats.
 
-Nothing is proven or quantized again. Anything that the index does not cover is therefore refused, such as a layer of
-another kind or a part that would cut a group of inputs.
+Nothing is proven or quantized again, so anything that the index does not cover is refused, such as a layer of another
+kind or a part that would split a group of inputs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _INSTEAD = (
 
 
 def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Device) -> Plan:
-    """Return `plan` as the shards of `index` were made: each layer at its saved depth, each matrix in its saved format.
+    """Return `plan` adapted to the shards of `index`: each layer at its saved depth, each matrix in its saved format.
 
-    CheckpointError if a layer is of another kind than the saved one, or if this rank's part of a matrix cuts a group.
+    CheckpointError if a layer differs in kind from the saved one, or if this rank's part of a matrix splits a group.
     """
     plan = _at_saved_depth(plan, model, index)
     saved, steps, left = dict(index.steps), list[Step](), list(plan.left)
@@ -64,13 +64,13 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Devic
 def _at_saved_depth(plan: Plan, model: nn.Module, index: SavedIndex) -> Plan:
     """Return `plan` with each layer at its saved depth; layers that ranks split keep the saved interpretation.
 
-    Of the candidates only the steps count, because formats are those of the shards.
+    Only the candidates' steps are used; formats come from the shards.
     """
     steps, left, notes = plan.steps, list(plan.left), plan.notes
     candidates = Candidates(model, steps, plan.places)
     while deeper := [step for step in steps if _is_deeper(step, index)]:
         inside = {step.path: candidate.steps for step, candidate in candidates.after(deeper)}
-        steps = tuple(one for step in steps for one in inside.get(step.path, [step]))
+        steps = tuple(inner for step in steps for inner in inside.get(step.path, [step]))
         whole = [step.path for step in deeper if step.keeps_forward]
         for step in deeper:
             why = "whole on each rank" if step.keeps_forward else "not as a block"
@@ -154,11 +154,11 @@ def _format_of_part(fill: Fill, format: str) -> str:
 
 def _cut_faults(plan: Plan, index: SavedIndex) -> list[str]:
     """List the reasons why this rank's parts cannot be joined from the saved ones."""
-    own, is_own, faults = cuts(plan), is_cut_alike(plan, index), []
+    needed, is_own, faults = cuts(plan), is_cut_alike(plan, index), []
     for step in plan.steps:
         for fill in step.fills:
             name = f"{step.path}.{fill.target}"
-            cut, bands = own.get(name), index.bands.get(name, ())
+            cut, bands = needed.get(name), index.bands.get(name, ())
             if cut is not None and not is_own and not are_along(bands, cut):
                 faults.append(f"{name}: saved by {_sharing(bands)}, needed by {_axes(cut.axis, cut.rows)}")
             elif fill.format is not None:
@@ -171,7 +171,7 @@ def _sharing(bands: Sequence[Band]) -> str:
 
 
 def _axes(axis: int, rows: Range | None) -> str:
-    """The axes along which ranks share a matrix."""
+    """Describe the axes along which ranks share a matrix."""
     if axis == 0:
         return "its outputs"
     return "its inputs" if rows is None else "its inputs and by experts"
@@ -180,7 +180,7 @@ def _axes(axis: int, rows: Range | None) -> str:
 def _group_faults(
     name: str, format: QuantFormat, bands: Sequence[Band], cut: Cut | None, is_own: bool
 ) -> Iterator[str]:
-    """Yield why a part of the inputs would cut what several inputs share, or merge scales of whole rows."""
+    """Yield why a part of the inputs would split a group of inputs, or merge per-row scales."""
     axis = cut.axis if cut is not None else bands[0].tiling.axis if bands else 0
     if axis == 0:
         return

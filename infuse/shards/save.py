@@ -63,27 +63,27 @@ def save(
 
 
 def cuts(plan: Plan) -> dict[str, Cut]:
-    """How this rank's tensors are cut, by their stored names."""
-    found: dict[str, Cut] = {}
+    """Return the cuts of this rank's tensors by stored name."""
+    named: dict[str, Cut] = {}
     for step in plan.steps:
         for fill in step.fills:
             if fill.cut is not None:
                 turned = fill.transposed and not packed_fill(step, fill)
-                found[f"{step.path}.{fill.target}"] = replace(fill.cut, axis=1 - fill.cut.axis) if turned else fill.cut
-    return found
+                named[f"{step.path}.{fill.target}"] = replace(fill.cut, axis=1 - fill.cut.axis) if turned else fill.cut
+    return named
 
 
 def _laid(model: nn.Module) -> dict[str, QuantizedExpertMatrix]:
-    """The experts' matrices whose kernel's layout can be stored, by path."""
+    """Return the expert matrices whose kernel layout can be stored, by path."""
     modules = model.named_modules()
-    found = {path: one for path, one in modules if isinstance(one, QuantizedExpertMatrix)}
-    return {path: one for path, one in found.items() if one.laid() is not None}
+    matrices = {path: module for path, module in modules if isinstance(module, QuantizedExpertMatrix)}
+    return {path: matrix for path, matrix in matrices.items() if matrix.laid() is not None}
 
 
 def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMatrix]) -> Iterator[Bundle]:
     """Yield all tensors of `model`: quantized matrices in their format's layout, and tied tensors once.
 
-    Those in `laid` are in their kernel's layout, and come first: the larger ones start where cache lines do.
+    Those in `laid` are in their kernel's layout and come first, so that the large ones are aligned to cache lines.
     A tensor tied between a layer and a place outside of it is stored under its outside name.
     """
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
@@ -93,8 +93,8 @@ def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMat
     for which in (slice(0, 1), slice(1, None)):
         for path, matrix in laid.items():
             seen.update(id(buffer) for buffer in matrix.buffers(recurse=False))
-            own = matrix.format.names[which]
-            yield Bundle(tuple(f"{path}.{part}" for part in own), partial(_as_laid, matrix, own))
+            names = matrix.format.names[which]
+            yield Bundle(tuple(f"{path}.{part}" for part in names), partial(_as_laid, matrix, names))
     for path, module in model.named_modules():
         if path not in laid and isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
@@ -133,15 +133,15 @@ def check_folder(folder: str) -> None:
 def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False) -> SavedShards:
     """Open the files that the index names; only this rank's file if the number of ranks and the cuts are unchanged.
 
-    `maps`: experts are to be mapped.
+    `maps`: memory-map the experts.
     """
-    own, rank, alike = cuts(plan), plan.mesh.rank, is_cut_alike(plan, index)
+    needed, rank, alike = cuts(plan), plan.mesh.rank, is_cut_alike(plan, index)
     form, paths = f"the shards of {folder / SAVED}", [folder / file.name for file in index.files]
     wanted = [paths[rank]] if alike else paths
     if missing := [str(path) for path in wanted if not path.is_file()]:
         raise CheckpointError(f"{form}: {len(missing)} files are missing: {', '.join(missing)}")
     layouts = index.layouts
-    if not alike and (cut := sorted(path for path in layouts if _cuts_panels(path, own, index))):
+    if not alike and (cut := sorted(path for path in layouts if _cuts_panels(path, needed, index))):
         raise CheckpointError(
             f"{form}: the experts of {len(cut)} matrices were saved for mapping by {index.tp_size} ranks, in "
             f"{layouts[cut[0]]}, and {plan.mesh} would cut these: {', '.join(cut)}; load them by as many ranks, or "
@@ -153,24 +153,24 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False)
 
 def is_cut_alike(plan: Plan, index: SavedIndex) -> bool:
     """True if this rank's file has exactly the parts that this rank needs."""
-    own, rank = cuts(plan), plan.mesh.rank
-    if index.tp_size != plan.mesh.size or index.files[rank].cuts.keys() != own.keys():
+    needed, rank = cuts(plan), plan.mesh.rank
+    if index.tp_size != plan.mesh.size or index.files[rank].cuts.keys() != needed.keys():
         return False
-    return all(_part(index.files[rank].cuts[name]) == _part(cut) for name, cut in own.items())
+    return all(_part(index.files[rank].cuts[name]) == _part(cut) for name, cut in needed.items())
 
 
 def _part(cut: Cut) -> Cut:
-    """The part without the sources that it is made from."""
+    """Return the cut without the sizes of its sources."""
     return replace(cut, sizes=(cut.whole_length,))
 
 
-def _cuts_panels(path: str, own: Mapping[str, Cut], index: SavedIndex) -> bool:
-    """Whether this rank's part of a matrix, or a part that a file has, cuts the units of rows of its stored layout."""
+def _cuts_panels(path: str, needed: Mapping[str, Cut], index: SavedIndex) -> bool:
+    """Whether this rank's part of a matrix, or a saved part, splits a unit of rows of its stored layout."""
     layout, name = stored_body(index.layouts[path]).layout, f"{path}.weight"
     rows = (layout.part_rows if layout else None) or 1
-    parts = [(own[name].axis, own[name].ranges)] if name in own else []
+    parts = [(needed[name].axis, needed[name].ranges)] if name in needed else []
     parts += [(band.tiling.axis, part) for band in index.bands.get(name, ()) for part in band.tiling.parts]
-    return any(axis != 0 or any(end % rows for one in ranges for end in one) for axis, ranges in parts)
+    return any(axis != 0 or any(end % rows for ends in ranges for end in ends) for axis, ranges in parts)
 
 
 def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
@@ -183,9 +183,9 @@ def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
     by_name = config.module_formats and config.module_formats != quant.by_name
     other = asked is not None and (stored is None or as_stored(asked) != as_stored(stored))
     if other or by_name or (config.quant.enabled is False and quant.model_fields_set):
-        found = repr(asked) if asked else "formats by name" if by_name else "enabled=False"
+        setting = repr(asked) if asked else "formats by name" if by_name else "enabled=False"
         what = stored or quant.by_name or index.dtype
-        raise ConfigError(f"quant: found {found}, and the shards hold {what}; leave it out, or shard again")
+        raise ConfigError(f"quant: found {setting}, and the shards hold {what}; leave it out, or shard again")
     if asked is not None:
         quant = quant.model_copy(update={"format": asked})
     update: dict[str, Any] = {"quant": quant}
@@ -217,13 +217,13 @@ def _entries(step: Step, laid: Mapping[str, QuantizedExpertMatrix]) -> dict[str,
 
 
 def kind_of(step: Step) -> str:
-    """Digest of what the stored tensors of all ranks mean together: the whole shape, and how matrices are made."""
+    """Digest of the meaning of all ranks' stored tensors: the whole shape, and how matrices are built."""
     fills = tuple(replace(fill, cut=None, format=None) for fill, _ in step.made)
     return digest_of(step.depth, step.whole or step.shape, fills)
 
 
 def kind_of_linear(step: Step, fill: Fill) -> str:
-    """Digest of one linear of a layer that ranks split, as it is replaced if a single rank has the layer."""
+    """Digest of one linear of a layer that ranks split, as a single rank would replace it."""
     assert step.whole is not None
     path = fill.target.removesuffix(".weight")
     part = next(matrix for matrix in step.whole.matrices if matrix.target == path)

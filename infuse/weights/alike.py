@@ -28,12 +28,12 @@ _OWN = ("transformers_version",)  # config keys that may differ between ranks
 
 def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) -> None:
     """Raise RankError naming the first tensor that differs from rank 0's, or the config if that differs."""
-    found = {f"the weights: {name}": value for name, value in sums.items()}
-    group.check_same({"the names of the weights": "\n".join(found)}, "the names of the weights")
+    checksums = {f"the weights: {name}": value for name, value in sums.items()}
+    group.check_same({"the names of the weights": "\n".join(checksums)}, "the names of the weights")
     config: Any = getattr(model, "config", None)
     values = _public(config.to_dict()) if hasattr(config, "to_dict") else {}
     config_sum = zlib.crc32(json.dumps(values, sort_keys=True, default=repr).encode())
-    group.check_same({"the model's config": config_sum, **found}, "the weights")
+    group.check_same({"the model's config": config_sum, **checksums}, "the weights")
 
 
 def live_sums(model: nn.Module) -> dict[str, int]:
@@ -62,7 +62,7 @@ def _sampled(tensor: LazyTensor) -> int:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return an int64 that depends on every bit of a plain tensor and on the order of its blocks, not within them."""
+    """Return an int64 that depends on every bit of a plain tensor and on the order of its blocks, not inside them."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
     if not plain or not tensor.numel():
         return torch.tensor(zlib.crc32(f"{type(tensor).__name__} {tuple(tensor.shape)}".encode()))
@@ -81,7 +81,7 @@ def _weighted(values: Tensor) -> Tensor:
 
 
 def _public(value: Any) -> Any:
-    """The value without private entries such as paths, which may differ between hosts."""
+    """Drop private entries such as paths, which may differ between hosts."""
     if not isinstance(value, Mapping):
         return value
     entries = ((str(name), inner) for name, inner in value.items())

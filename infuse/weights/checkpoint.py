@@ -42,7 +42,7 @@ class Pieces:
     def equals(self, other: Pieces) -> bool:
         """True if both have the same values in the same dtype, file by file."""
         pairs = zip(self.files, other.files, strict=False)
-        return len(self.files) == len(other.files) and all(one is two or self._alike(one, two) for one, two in pairs)
+        return len(self.files) == len(other.files) and all(a is b or self._alike(a, b) for a, b in pairs)
 
     def are_copies(self, whole: Shape) -> bool:
         """True if all files that hold the full tensor of shape `whole` have the same values."""

@@ -20,7 +20,7 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
     Values on meta are recomputed by a new model of the same class and config whose parameters are on meta.
     CheckpointError names those that cannot be recomputed.
     """
-    found: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
+    tensors: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     lost: list[str] = []
     twins: dict[str, nn.Module] = {}
     optional = set(model.state_dict())
@@ -45,11 +45,11 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
                         lost.append(name)
                     continue
                 value = again
-            found.append((owner, leaf, value))
+            tensors.append((owner, leaf, value))
     if lost:
         what = "the model computes these itself, they are on meta, and it cannot be made anew from its config"
         raise CheckpointError(f"{what}: {', '.join(lost)}; make the model with its buffers on the CPU")
-    return found
+    return tensors
 
 
 def _models(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -85,6 +85,6 @@ def _twin(model: nn.Module) -> nn.Module:
 
 
 def _held(module: nn.Module | None, leaf: str) -> Tensor | None:
-    """The value that a module of a twin has computed; None if there is none."""
-    found = None if module is None else module._buffers.get(leaf, vars(module).get(leaf))
-    return found if isinstance(found, Tensor) and not found.is_meta else None
+    """Return the value that a module of the twin computed; None if there is none."""
+    tensor = None if module is None else module._buffers.get(leaf, vars(module).get(leaf))
+    return tensor if isinstance(tensor, Tensor) and not tensor.is_meta else None

@@ -89,7 +89,7 @@ def _copied(fill: Fill, target: Joined, dtype: torch.dtype | None) -> Tensor:
 def quantized(fill: Fill, source: Lookup, quantize: Callable, rows: int | None) -> Iterator[QuantizedWeight]:
     """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part).
 
-    Sources that are stored in the target's format are not quantized: their codes are taken as they are.
+    Sources already stored in the target's format are not requantized: their codes are copied.
     """
     assert fill.format is not None, fill
     format, target = quant_format(fill.format), target_of(fill, source)
@@ -164,12 +164,12 @@ def fill_module(
             place._buffers[leaf] = value
 
 
-VALUES = Buffer("weight", torch.float32, 1)  # a tensor that is not coded: one column for each input
+VALUES = Buffer("weight", torch.float32, 1)  # of a tensor that is not coded: one column per input
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that `fill_saved` reads: this rank's part `cut` of what was saved.
+    """A tensor that `fill_saved` reads: this rank's part, `cut` from the saved tensor.
 
     `dtype` None accepts any floating dtype, which is then cast. `buffer`: how the inputs of the whole matrix map to the
     columns of the tensor.
@@ -182,12 +182,12 @@ class Wanted:
 
 
 class SavedSource(Protocol):
-    """Where `fill_saved` reads: finished tensors by name, or a matrix of experts in the form it is stored."""
+    """Source of `fill_saved`: finished tensors by name, or an expert matrix as stored."""
 
     def saved(self, name: str, wanted: Wanted) -> LazyTensor: ...
 
     def stored_experts(self, matrix: Any, path: str, tensors: Mapping[str, Wanted]) -> StoredMatrix | None:
-        """The matrix that the module `matrix` at `path` will hold; None if it has to be built from its tensors."""
+        """Return the matrix for the module `matrix` at `path`; None if it must be built from its tensors."""
 
 
 def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: SavedSource, dtype: torch.dtype) -> None:

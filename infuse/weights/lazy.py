@@ -54,7 +54,7 @@ Lookup = Callable[[str], LazyTensor]
 class Coded:
     """The `format` in which a tensor is stored, and the format's buffers by name.
 
-    A buffer has the axes of its tensor, with as many columns along the inputs as the format says.
+    A buffer has the axes of its tensor; the format sets its width along the inputs.
     """
 
     format: str
@@ -221,8 +221,8 @@ class Joined:
 
 
 def _columns(buffer: Buffer, spans: Sequence[Span]) -> list[Span] | None:
-    """The columns of `buffer` for these spans of inputs; None if they cut what several inputs share."""
-    if buffer.inputs is None:  # one entry for a whole row: it goes along with any of its inputs
+    """Columns of `buffer` for these spans of inputs; None if a span splits a group."""
+    if buffer.inputs is None:  # a per-row entry applies to any of the row's inputs
         sources = {span.source for span in spans}
         return [Span(sources.pop(), 0, buffer.columns)] if len(sources) == 1 else None
     if any(span.start % buffer.inputs or span.stop % buffer.inputs for span in spans):
@@ -235,7 +235,7 @@ def _columns(buffer: Buffer, spans: Sequence[Span]) -> list[Span] | None:
 class CodedTensor:
     """A tensor [..., out, in] that is stored in a number format; `read` dequantizes it to `dtype`.
 
-    ValueError if the buffers, [..., out, width], are not those of the format; `coded_fault` tells before.
+    ValueError if the buffers, [..., out, width], are not those of the format; `coded_fault` checks in advance.
     """
 
     shape: Shape
@@ -300,7 +300,7 @@ def _with_buffers(coded: Coded | None, wrap: Callable[[LazyTensor], LazyTensor])
 
 
 def of_all_axes(part: Slices, axes: int) -> Slices:
-    """The part with a slice for each of `axes`."""
+    """Pad `part` with full slices to `axes` axes."""
     return (*part, *(slice(None),) * (axes - len(part)))
 
 

@@ -1,4 +1,4 @@
-"""Where new layers take their values from: a live model, or a checkpoint that is loaded into a live or meta model.
+"""Sources of the values of new layers: a live model, or a checkpoint that is loaded into a live or meta model.
 
 While a checkpoint is loaded, tensors of layers that will be replaced stay on meta. They are read when the new layer is
 filled, or while the old one has to run. All other tensors are read once and placed. A failure restores the model.
@@ -91,9 +91,7 @@ class LayerSource:
 
 
 class Rehearsal(LayerSource):
-    """The values of the live `model` for changes that `undo` takes back when it is closed; parameters stay as they
-    are.
-    """
+    """Values of the live `model` for a dry run: closing `undo` reverts all changes, and parameters are not cast."""
 
     def __init__(self, model: nn.Module, undo: ExitStack):
         super().__init__(model)
@@ -103,7 +101,7 @@ class Rehearsal(LayerSource):
         put(self._undo, mapping, key, value)
 
     def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Do nothing: what takes the parameter over is thrown away."""
+        """Do nothing: the module that takes over the parameter is discarded."""
 
 
 class CheckpointLoader(LayerSource):
@@ -129,7 +127,7 @@ class CheckpointLoader(LayerSource):
         self._spots: dict[int, list[_Spot]] = {}
         self._room_bytes = int(KEPT_BYTES * sum(math.prod(tensor.shape) for tensor in self._tensors.values()))
         self._kept: dict[tuple[str, torch.dtype | None], Tensor] = {}
-        self._loaded: set[int] = set()  # ids of the parameters of layers that have their values for now
+        self._loaded: set[int] = set()  # ids of parameters that have their values temporarily
 
     def __enter__(self) -> CheckpointLoader:
         names: dict[int, str] = {}
@@ -196,7 +194,7 @@ class CheckpointLoader(LayerSource):
         kept = [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)]
         self._place(kept, None)
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        assert not any(tensor.is_meta for _, tensor in tensors), [name for name, one in tensors if one.is_meta]
+        assert not any(tensor.is_meta for _, tensor in tensors), [name for name, tensor in tensors if tensor.is_meta]
 
     @contextmanager
     def loaded(self, path: str, *, as_placed: bool = False) -> Iterator[None]:
@@ -275,7 +273,7 @@ class CheckpointLoader(LayerSource):
         return parameter
 
     def _for_proofs(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """Read the tensor `name`, or return it again if there was room to keep it."""
+        """Read the tensor `name`; keep it for later proofs if the budget allows."""
         dtype = None if dtype == self._tensors[name].dtype else dtype
         value = self._kept.get((name, dtype))
         if value is None:

@@ -1,4 +1,4 @@
-"""Matrices of experts as our shards have them: mapped from their file, or read in their stored layout."""
+"""Expert matrices of our shards: memory-mapped, or read in their stored layout."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from infuse.weights.safetensors_file import SafetensorsFile
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """The tensors of one matrix by their leaf names, on the CPU, for a module on `device`.
+    """CPU tensors of one matrix by leaf name, for a module on `device`.
 
-    `layout`: of a kernel, None for plain rows. `first_use`: if mapped, what to call before experts are used.
+    `layout`: the kernel's; None for plain rows. `first_use`: called before experts are used, if they are mapped.
     """
 
     tensors: Mapping[str, Tensor]
@@ -29,17 +29,17 @@ class StoredMatrix:
 class FirstUse:
     """Check mapped tensors, `names` in `file`, against their checksums, expert by expert before each is first used.
 
-    A copy or a pickle of it is None: it checks all experts, because tensors are copied into memory with it.
+    Copying or pickling it checks all experts and gives None, because the tensors are copied into memory with it.
     """
 
     file: SafetensorsFile
     names: tuple[str, ...]
     count: int
     _unused: set[int] = field(default_factory=set)
-    _ctime: int | None = None  # of the file that the used ones were checked in
+    _ctime: int | None = None  # of the file when experts were last checked
 
     def __call__(self, chosen: Tensor | None = None) -> None:
-        """Check the experts that are in `chosen` [...], int64; None: all of them.
+        """Check the experts in `chosen`, int64 of any shape; None checks all.
 
         CheckpointError if bytes are not what was saved, or if the file was changed since it was opened.
         """

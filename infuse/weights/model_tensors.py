@@ -1,4 +1,4 @@
-"""ModelTensors: a checkpoint's tensors by the names of a model. All that does not match is one error."""
+"""ModelTensors: a checkpoint's tensors by model name. All mismatches are reported in one error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # ol
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The `tensors` of a checkpoint by the model's names, tied ones by each of theirs.
+    """The `tensors` of a checkpoint by model name; tied tensors appear under each of their names.
 
     `notes` reports tensors unknown to the model and copies that differ.
     """
@@ -36,7 +36,7 @@ class ModelTensors:
 
 @dataclass
 class _Faults:
-    """What does not match: tensors that the checkpoint lacks, those of another model, those that do not fit."""
+    """Mismatches: tensors missing from the checkpoint, tensors of another model, and wrong shapes or dtypes."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -99,9 +99,9 @@ def model_tensors(
 
 @dataclass
 class _Matching:
-    """Collects the `tensors` of a model, beside those that are there already, and the `faults` of others.
+    """Adds the matching tensors of a model to `tensors`, and mismatches to `faults`.
 
-    `drifted`: the checkpoint's names of tensors that files hold with different values.
+    `drifted`: checkpoint names of tensors whose values differ between files.
     """
 
     checkpoint: Checkpoint | SavedShards
@@ -113,7 +113,7 @@ class _Matching:
     drifted: list[str] = field(default_factory=list)
 
     def match(self, tied: list[str], *, may_be_missing: bool) -> None:
-        """Find a tensor of the model, which has several names if it is `tied`."""
+        """Find the checkpoint tensor for one tensor of the model; `tied` lists all its names."""
         named = [name for name in tied if name in self.by_name]
         for name in named:
             self._take(name)
@@ -131,7 +131,7 @@ class _Matching:
             self.tensors.setdefault(name, first)
 
     def _take(self, name: str) -> None:
-        """Take the tensor that the model's `name` finds, if it fits."""
+        """Take the checkpoint tensor that matches `name`, if its shape and dtype fit."""
         stored, needed = self.by_name[name], self.expected[name]
         wanted, pieces = tuple(needed.shape), self.checkpoint.pieces[stored]
         joined = self.checkpoint.joined(stored, wanted, self.packed.get(name))
@@ -198,7 +198,7 @@ def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
 
 
 def _judged(model: nn.Module, naming: Naming, left: list[str]) -> tuple[list[str], list[str]]:
-    """Sort the unmatched names into those of another model and those of heads that this class does not have.
+    """Split the unmatched names into those of another model and those of heads that this class lacks.
 
     A name inside a list of layers implies another model: more layers, or layers with other parts. Buffers that are
     recomputed belong to neither group.

@@ -1,4 +1,4 @@
-"""Naming: how the names in a checkpoint become the names of a model, as transformers does it when it loads.
+"""Naming: map checkpoint names to model names, as transformers does when loading.
 
 Prefixes and renamed parts are resolved with transformers' own tables, if it has any for the model.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers by every name; tied ones have several."""
+    """Return all parameters and persistent buffers; tied ones appear under each of their names."""
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
 
@@ -30,10 +30,10 @@ def placed(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Converter:
-    """One of transformers' converters, as it applies to a tensor of a checkpoint.
+    """A transformers weight converter, matched to one checkpoint tensor.
 
-    `pattern` is the one of its source patterns that matches the tensor's name, `targets` are the names that its first
-    result may have in the model. `stacks`: it only stacks and concatenates; the pattern is then at `place`.
+    `pattern`: the source pattern that matches the tensor's name, at index `place`. `targets`: possible model names of
+    the first result. `stacks`: the converter only stacks and concatenates.
     """
 
     converter: Any
@@ -47,7 +47,7 @@ class Converter:
 
 
 class Naming:
-    """The names that tensors of a checkpoint have in `model`. `base_prefix`: of the model without its head."""
+    """Maps checkpoint names to names in `model`. `base_prefix`: prefix of the model without its head."""
 
     def __init__(self, model: nn.Module):
         self._model: Any = model
@@ -59,14 +59,14 @@ class Naming:
         return self._with_prefixes(self._renamed(name, converters=[])[0])
 
     def converter(self, name: str) -> Converter | None:
-        """The converter of transformers that takes the tensor `name` of the checkpoint; None if there is none."""
+        """Return the transformers converter that takes the checkpoint tensor `name`; None if there is none."""
         if not self._knows_transformers:
             return None
         renamings, converters = self._tables
         target, pattern = self._renamed(name, converters)
         if pattern is None:
             return None
-        last = {pattern: one for one in converters for pattern in one.source_patterns}[pattern]
+        last = {pattern: converter for converter in converters for pattern in converter.source_patterns}[pattern]
         return Converter(last, pattern, tuple(self._with_prefixes(target)), _stacks(last))
 
     @cached_property
@@ -78,11 +78,11 @@ class Naming:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         table = get_model_conversion_mapping(self._model)
-        renamings = [one for one in table if isinstance(one, WeightRenaming)]
-        return renamings, [one for one in table if isinstance(one, WeightConverter)]
+        renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+        return renamings, [entry for entry in table if isinstance(entry, WeightConverter)]
 
     def _renamed(self, name: str, converters: list[Any]) -> tuple[str, str | None]:
-        """The name after transformers' renaming, and the pattern of one of the `converters` that it matches."""
+        """Apply transformers' renamings; return the new name and the pattern of the `converters` that it matches."""
         if not self._knows_transformers:
             return name, None
         from transformers.core_model_loading import rename_source_key

@@ -68,13 +68,13 @@ def _packed_parts(lengths: Sequence[int], packed: Packed) -> _Parts:
     each, left = divmod(len(lengths), packed.groups)
     if left or not each:
         return []
-    found: _Parts = []
+    ranges: _Parts = []
     for group in range(packed.groups):
         parts = _group_parts(lengths[group * each : (group + 1) * each], packed.widths, group * sum(packed.widths))
         if not parts:
             return []
-        found += parts
-    return found
+        ranges += parts
+    return ranges
 
 
 def _group_parts(lengths: Sequence[int], widths: tuple[int, ...], start: int) -> _Parts:

@@ -41,7 +41,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
 BLOCK_BYTES = 1 << 22  # unit that one thread reads and checks; large enough to be worth a thread
 Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
 _T = TypeVar("_T")
-# Without it the system refuses to map files larger than its memory so that pages may be written. Python 3.13 names it.
+# MAP_NORESERVE: without it, Linux refuses writable maps of files larger than memory. Python 3.13 has the constant.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
@@ -56,7 +56,7 @@ def block_checksums(memory: memoryview) -> tuple[int, ...]:
 
 
 def _by_blocks(work: Callable[[int, int], _T], size: int) -> list[_T]:
-    """Call work(first, last) for each block of `size` bytes, on all threads: one has half of the memory's bandwidth."""
+    """Call work(first, last) for each block of `size` bytes, on all threads: one gets half of the memory bandwidth."""
     limits = [(at, min(at + BLOCK_BYTES, size)) for at in range(0, size, BLOCK_BYTES)]
     threads = min(torch.get_num_threads(), len(limits))
     if threads < 2:
@@ -92,8 +92,8 @@ class SafetensorsFile:
                 pass
             # Open as long as this object lives.
             self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115
-            found = os.fstat(self._file.fileno())
-            self._opened, self._ctime = (found.st_size, found.st_mtime_ns), found.st_ctime_ns
+            status = os.fstat(self._file.fileno())
+            self._opened, self._ctime = (status.st_size, status.st_mtime_ns), status.st_ctime_ns
             header_bytes = int.from_bytes(self._file.read(8), "little")
             return json.loads(self._file.read(header_bytes), object_pairs_hook=_unique), 8 + header_bytes
         except OSError as error:
@@ -102,10 +102,10 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: truncated, corrupt, or not a safetensors file: {error}") from error
 
     def _compare_names(self, checksums: Checksums) -> None:
-        found = {name: -(-self._nbytes(name) // BLOCK_BYTES) for name in self.stored}
+        counts = {name: -(-self._nbytes(name) // BLOCK_BYTES) for name in self.stored}
         saved = {name: len(blocks) for name, blocks in checksums.items()}
-        if found != saved:
-            differ = sorted({name for name, _ in found.items() ^ saved.items()})
+        if counts != saved:
+            differ = sorted({name for name, _ in counts.items() ^ saved.items()})
             raise CheckpointError(f"{self.path}: is not the file that was saved: it differs in {', '.join(differ)}")
 
     def _nbytes(self, name: str) -> int:
@@ -122,19 +122,18 @@ class SafetensorsFile:
         tensor = (torch.empty if part else memory.empty)([stop - first for first, stop in bounds], dtype=stored.dtype)
         if tensor.numel() == 0:
             return tensor
-        held = bytes_of(tensor)
-        if len(held) == self._nbytes(name):
-            _by_blocks(lambda at, stop: self._fill_block(held[at:stop], name, at), len(held))
+        buffer = bytes_of(tensor)
+        if len(buffer) == self._nbytes(name):
+            _by_blocks(lambda at, stop: self._fill_block(buffer[at:stop], name, at), len(buffer))
         else:
-            self._read_part(held, name, bounds)
-        self.bytes_read += len(held)
+            self._read_part(buffer, name, bounds)
+        self.bytes_read += len(buffer)
         return tensor
 
     def mapped(self, name: str) -> Tensor | None:
-        """View the tensor in a map of the file, unchecked: its pages are read when they are first used.
+        """Memory-map the tensor without checking it; its pages are read on first use.
 
-        What is written to it goes to pages of this process, never to the file. None if the file has it at an address
-        that its dtype does not allow.
+        Writes stay private to this process (copy-on-write). None if the tensor is not aligned to its dtype in the file.
         """
         self.check_unchanged()
         stored, flags = self.stored[name], mmap.MAP_PRIVATE | _NORESERVE
@@ -144,25 +143,25 @@ class SafetensorsFile:
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(self._file.fileno(), self._opened[0], flags=flags, prot=protection)
         count = self._nbytes(name)
-        found = torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=self._starts[name])
-        return found.view(stored.dtype).view(stored.shape)
+        tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=self._starts[name])
+        return tensor.view(stored.dtype).view(stored.shape)
 
     def check_unchanged(self) -> int:
-        """Raise CheckpointError if the file was written to since it was opened. A deleted one lives on while open.
+        """Raise CheckpointError if the file was written to since it was opened. A deleted file stays readable.
 
-        Return its ctime. If that is another one, all bytes must be checked again: the file may have been renamed or
-        deleted, or written and given its old mtime back.
+        Return its ctime. If the ctime changed, all bytes must be checked again: the file may have been renamed or
+        deleted, or written with its old mtime restored.
         """
-        found = os.fstat(self._file.fileno())
-        if found.st_ctime_ns != self._ctime:
-            self._ctime = found.st_ctime_ns
+        status = os.fstat(self._file.fileno())
+        if status.st_ctime_ns != self._ctime:
+            self._ctime = status.st_ctime_ns
             self._checked.clear()
-        if (found.st_size, found.st_mtime_ns) != self._opened:
+        if (status.st_size, status.st_mtime_ns) != self._opened:
             raise CheckpointError(
                 f"{self.path}: was changed while its tensors were mapped, which no longer are what was saved; "
                 "load the model again, from shards that nothing writes to"
             )
-        return found.st_ctime_ns
+        return status.st_ctime_ns
 
     def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:
         """Read contiguous runs of bytes along the last cut axis, one for each index of the axes before it."""
@@ -216,8 +215,8 @@ class SafetensorsFile:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         raise ValueError(f"the header names {', '.join(twice)} more than once")
-    return found
+    return entries

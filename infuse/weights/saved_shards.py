@@ -1,6 +1,6 @@
 """Our own shards as a checkpoint: whole tensors, joined from the ranks' files, or any rank's part of them.
 
-Ranks that cut a tensor otherwise than those that saved it read it along the same axis; `shards.plan` refuses others.
+Ranks may cut a tensor differently from the ranks that saved it, but along the same axis; `shards.plan` refuses others.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class _RankTensors(dict[int, LazyTensor]):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor of our shards. `bands`: how ranks cut it; (): each file that holds it holds all of it.
+    """One tensor of our shards. `bands`: how ranks cut it; () if each file that has it has the whole tensor.
 
-    `first`: the rank whose file is read where several files have the same. `is_own`: its file has the part that this
-    rank needs, so that no other file is read.
+    `first`: rank whose file is read if several have the same values. `is_own`: that file has exactly this rank's part,
+    so no other file is read.
     """
 
     name: str
@@ -60,7 +60,7 @@ class SavedTensor:
 
     @property
     def piece(self) -> LazyTensor:
-        """What the first file has of it."""
+        """The piece in the file of rank `first`."""
         return FileTensor(self.files[self.first], self.name)
 
     @property
@@ -69,7 +69,7 @@ class SavedTensor:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the whole tensor; of a buffer of codes, in inputs along the axis that ranks cut."""
+        """Shape of the whole tensor. For a buffer of codes, the axis that ranks cut counts inputs."""
         shape = list(self.piece.shape)
         if self.bands:
             shape[self.bands[0].tiling.axis] = self.bands[0].tiling.length
@@ -84,7 +84,7 @@ class SavedTensor:
         return True
 
     def whole(self) -> LazyTensor:
-        """The whole tensor, whose parts are read from the files that have them. For tensors that are not coded."""
+        """Join the whole tensor from the ranks' files. Only for tensors that are not coded."""
         if not self.bands:
             return self.piece
         (band,) = self.bands
@@ -92,7 +92,7 @@ class SavedTensor:
         return Joined(pieces, band.tiling.spans(self.first), band.tiling.axis, self.shape, self.dtype)
 
     def part(self, cut: Cut | None, buffer: Buffer = VALUES) -> LazyTensor:
-        """The tensor as it is stored, or a rank's part of it. `buffer` maps inputs of the whole to columns."""
+        """Return the tensor as stored, or a rank's part of it. `buffer` maps inputs of the whole to columns."""
         if self.is_own and self.bands:
             return self.piece
         if not self.bands:
@@ -101,7 +101,7 @@ class SavedTensor:
         return bands[0] if len(bands) == 1 else Joined.of(dict(enumerate(bands)))
 
     def _along(self, band: Band, cut: Cut | None, buffer: Buffer) -> LazyTensor:
-        """A rank's part of a band that is cut along the same axis."""
+        """Return a rank's part of a band, cut along the same axis."""
         tiling = band.tiling
         assert cut is None or are_along(self.bands, cut), (self.name, cut)
         spans = taken(tiling.spans(self.first), ((0, tiling.length),) if cut is None else cut.ranges)
@@ -109,7 +109,7 @@ class SavedTensor:
         return _joined(_RankTensors(self.files, self.name), spans, tiling.axis, buffer)
 
     def fault(self, wanted: Wanted, ranks: int) -> str | None:
-        """Return why this does not give the tensor that is `wanted`; None if it does."""
+        """Return why this tensor cannot provide `wanted`; None if it can."""
         cut = wanted.cut
         if cut is not None and self.bands and not self.is_own:
             tiling = self.bands[0].tiling
@@ -126,13 +126,13 @@ class SavedTensor:
         return None
 
     def _piece_shape(self, rank: int, wanted: Wanted) -> tuple[int | None, ...] | None:
-        """Shape of a rank's piece of the tensor that is `wanted`; None if the index cuts a tensor of another shape."""
+        """Expected shape of a rank's piece of `wanted`; None if the index cuts a tensor of another shape."""
         cut, shape = wanted.cut, list[int | None](wanted.shape)
         if (self.bands and self.is_own) or not (self.bands or cut):
             return wanted.shape
         if cut is not None and not self.bands:
             shape[cut.axis] = _length(cut.axis, cut.whole_length, wanted.buffer)
-            if cut.rows is not None:  # of how many rows is not known
+            if cut.rows is not None:  # the total number of rows is unknown
                 shape[0] = max(cut.rows[1], self.piece.shape[0])
             return tuple(shape)
         axis, length, rows = self.bands[0].tiling.axis, self.bands[0].tiling.length, self.bands[-1].rows
@@ -148,24 +148,24 @@ class SavedTensor:
 
 
 def _joined(pieces: Mapping[int, LazyTensor], spans: Sequence[Span], axis: int, buffer: Buffer) -> LazyTensor:
-    """The spans of inputs or rows of `pieces` as one tensor."""
+    """Join spans of inputs or rows of `pieces`."""
     if axis == 1:
         columns = [(span.source, buffer.of_inputs(span.start, span.stop)) for span in spans]
         spans = [Span(source, part.start, part.stop) for source, part in columns]
-        if buffer.inputs is None:  # a scale of a row goes along with each of its parts
+        if buffer.inputs is None:  # a per-row scale applies to every part of the row
             spans = spans[:1]
     return Joined.of(pieces, spans, axis)
 
 
 def _cut(whole: LazyTensor, cut: Cut, buffer: Buffer) -> LazyTensor:
-    """A rank's part of a tensor that one file has."""
+    """Cut a rank's part out of a tensor that one file has whole."""
     if cut.rows is not None:
         whole = Joined.of({0: whole}, [Span(0, *cut.rows)])
     return _joined({0: whole}, [Span(0, start, stop) for start, stop in cut.ranges], cut.axis, buffer)
 
 
 def _length(axis: int, positions: int, buffer: Buffer) -> int | None:
-    """Rows, or columns of `buffer`, for so many positions; None if they cut what several inputs share."""
+    """Number of rows, or of columns of `buffer`, for `positions`; None if they split a group of inputs."""
     if axis == 0:
         return positions
     return None if buffer.inputs is not None and positions % buffer.inputs else buffer.width(positions)
@@ -173,10 +173,10 @@ def _length(axis: int, positions: int, buffer: Buffer) -> int | None:
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of our shards, one for each rank that saved: how they cut tensors, and what to check.
+    """The files of our shards, one for each rank that saved, with their cuts and checksums.
 
-    `bands`: how ranks cut each tensor. `coded`: paths of the matrices that are stored in a format. `layouts`: of those
-    that are stored as kernels read them.
+    `bands`: how ranks cut each tensor. `coded`: paths of the matrices stored in a number format. `layouts`: path →
+    kernel layout, for matrices stored in one.
     """
 
     paths: Sequence[Path]
@@ -189,7 +189,7 @@ class ShardFiles:
 class SavedShards:
     """The files of all ranks, or of `rank` alone; in that case other files are opened on demand.
 
-    `maps`: experts are mapped where possible; otherwise `unmapped` says of each matrix why not.
+    `maps`: memory-map experts where possible; `unmapped` has the reason for each matrix that is not.
     """
 
     holds_replaced = True
@@ -226,9 +226,9 @@ class SavedShards:
         return self.pieces[name].part(wanted.cut, wanted.buffer)
 
     def experts(self, path: str, tensors: Mapping[str, Wanted], count: int, layout: str | None) -> StoredMatrix | None:
-        """The matrix of `count` experts at `path`, whose kernel reads `layout` (None: rows), as it is stored.
+        """Return the matrix of `count` experts at `path` as stored. Its kernel reads `layout` (None: rows).
 
-        None if it is stored in rows and is not mapped: then it is built from its tensors.
+        None if it is stored in rows and not mapped; the caller then builds it from its tensors.
         """
         stored = self._layouts.get(path)
         leaves = {name: name.rpartition(".")[2] for name in tensors}
@@ -258,7 +258,7 @@ class SavedShards:
         return None
 
     def fault(self, name: str, wanted: Wanted) -> str | None:
-        """Return why the stored tensor `name` does not give what is `wanted`; None if it does."""
+        """Return why the stored tensor `name` cannot provide `wanted`; None if it can."""
         if name not in self.pieces:
             return f"missing  {name}"
         fault = self.pieces[name].fault(wanted, self._ranks)
@@ -268,7 +268,7 @@ class SavedShards:
 def _check_pieces(name: str, bands: Sequence[Band], opened: Mapping[int, SafetensorsFile], plain: bool) -> None:
     """Raise CheckpointError if a rank's file lacks its piece, or if its shape contradicts the index.
 
-    `plain`: the tensor is not coded, so that its columns are the inputs that the index counts.
+    `plain`: the tensor is not coded, so its columns are inputs, as in the index.
     """
     holders = {number: file for number, file in opened.items() if name in file.stored}
     for band in bands:

@@ -1,7 +1,7 @@
 """Find the files of a checkpoint: a folder in a usual layout, a list, a glob, or DeepSpeed's JSON description.
 
-Only indexes and descriptions are read here. CheckpointError names the names looked for and all missing files. An index
-may only name files inside its folder; paths in a description are the user's own and may point anywhere.
+Only indexes and descriptions are read here. CheckpointError lists the names tried and all missing files. An index may
+only name files inside its folder; paths in a description come from the user and may point anywhere.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def _found(source: Any, base_dir: str) -> Files:
         return _listed([base / path for path in source], "a list")
     path = base / source
     if glob.has_magic(str(path)) and not path.exists():
-        found = sorted(Path(name) for name in glob.glob(str(path)))
-        if not found:
+        paths = sorted(Path(name) for name in glob.glob(str(path)))
+        if not paths:
             raise CheckpointError(f"{path}: no file matches")
-        return _listed(found, "a glob")
+        return _listed(paths, "a glob")
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist; possible: a folder, a file, a glob, or a JSON description")
     if path.is_dir():
@@ -110,7 +110,7 @@ def inside(folder: Path, name: str, index: Path) -> Path:
         raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
     try:
         (folder / named).is_file()
-    except (OSError, ValueError) as error:  # a name that no system takes
+    except (OSError, ValueError) as error:  # a name that the OS rejects
         raise CheckpointError(f"{index}: names {name!r:.60}, which cannot be looked up: {error!s:.60}") from error
     return folder / named
 
@@ -133,50 +133,50 @@ def _folder(path: Path) -> Files:
     ranks = sorted(path.glob("mp_rank_*_model_states.pt")) or sorted(path.glob("mp_rank_*/model*.pt"))
     if ranks:
         return Files(f"the training checkpoint {path}", (tuple(ranks), *_expert_files(path)))
-    found = sorted(file for suffix in _SUFFIXES[:2] for file in path.glob(f"*{suffix}"))
-    if found:
-        return _listed(found, f"the folder {path}")
+    files = sorted(file for suffix in _SUFFIXES[:2] for file in path.glob(f"*{suffix}"))
+    if files:
+        return _listed(files, f"the folder {path}")
     looked = ", ".join((*INDEXES, *SINGLE, "latest", "mp_rank_*_model_states.pt", "*.safetensors", "*.bin", SAVED))
     raise CheckpointError(f"{path}: no checkpoint; looked for {looked}")
 
 
 def _expert_files(folder: Path) -> Iterator[tuple[Path, ...]]:
-    """The files of each expert that DeepSpeed saved beside the ranks' own files: one for each rank, in order."""
-    found: dict[str, list[Path]] = {}
+    """Yield DeepSpeed's expert files, saved beside the ranks' files: for each expert, one file per rank in order."""
+    by_expert: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*expert_*_mp_rank_*_model_states.pt")):
         if matched := _EXPERT_FILE.fullmatch(path.name):
-            found.setdefault(matched[1], []).append(path)
-    return (tuple(paths) for paths in found.values())
+            by_expert.setdefault(matched[1], []).append(path)
+    return (tuple(paths) for paths in by_expert.values())
 
 
 def _weight_map(path: Path) -> dict[str, Path]:
-    """Tensor → the file that a folder's index names for it."""
+    """Read the weight map of a folder's index: tensor → file."""
     index = read_json(path)
-    given = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(given, dict) or not given:
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f'{path}: has no "weight_map"')
-    wrong = [f"{name}: {file!r:.100}" for name, file in given.items() if not isinstance(file, str)]
+    wrong = [f"{name}: {file!r:.100}" for name, file in weight_map.items() if not isinstance(file, str)]
     if wrong:
         raise CheckpointError(f'{path}: "weight_map" names no files for {", ".join(wrong)}')
-    return {name: inside(path.parent, file, path) for name, file in given.items()}
+    return {name: inside(path.parent, file, path) for name, file in weight_map.items()}
 
 
 def _listed(paths: Sequence[Path], form: str) -> Files:
     wrong = [str(path) for path in paths if path.suffix not in _SUFFIXES]
     if wrong or not paths:
-        found = ", ".join(wrong) or "nothing"
-        raise CheckpointError(f"{form}: found {found}; possible: files of {', '.join(_SUFFIXES)}")
+        names = ", ".join(wrong) or "nothing"
+        raise CheckpointError(f"{form}: found {names}; possible: files of {', '.join(_SUFFIXES)}")
     return Files(form, tuple((path,) for path in paths))
 
 
-def _described(given: Any, base: Path, name: str) -> Files:
+def _described(content: Any, base: Path, name: str) -> Files:
     """Read DeepSpeed's JSON. A list holds whole tensors; type Megatron or parallelization "tp": one file per rank."""
-    if not isinstance(given, Mapping) or not given.get("checkpoints"):
+    if not isinstance(content, Mapping) or not content.get("checkpoints"):
         raise CheckpointError(f'{name}: has no "checkpoints": a list of files, or a dict of lists')
     try:
-        description = _Description.model_validate(dict(given))
+        description = _Description.model_validate(dict(content))
     except ValidationError as error:
-        lines = dict.fromkeys(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
+        lines = dict.fromkeys(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
         raise CheckpointError(f"{name}: is no description of a checkpoint: {'; '.join(lines)}") from error
     files, kind = description.checkpoints, (description.type or "").lower()
     base = base / (description.base_dir or "")

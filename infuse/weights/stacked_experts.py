@@ -1,4 +1,4 @@
-"""TallMatrix: tensors with one slice for each expert, read as matrices; and such tensors from matrices again."""
+"""TallMatrix reads a tensor with one slice per expert as a matrix; `sliced` is the inverse."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TallMatrix:
         return (shape[0], shape[2], shape[1]) if self._stacked.transposed else shape
 
     def _expert(self, expert: int) -> Tensor:
-        """Read one expert's rows in the target's order. The last one is kept: its parts are asked for in a row."""
+        """Read one expert's rows in the target's order. The last expert is cached, as its parts are read one by one."""
         if self._last is None or self._last[0] != expert:
             self._last = None  # free the memory before it is needed
             if self._stacked.flat:
@@ -74,7 +74,7 @@ class TallMatrix:
 
 
 def sliced(stacked: StackedExperts, target: Tensor, shape: Shape) -> Tensor:
-    """The source of `shape` that makes the tall matrix `target`: a view of it if only the shapes differ."""
+    """Return the source of `shape` of the tall matrix `target`: a view of it if only the shapes differ."""
     if stacked.flat:
         each = (stacked.flat, shape[0] // stacked.flat, *shape[1:])
         return sliced(replace(stacked, flat=0), target, each).flatten(0, 1)
@@ -86,7 +86,7 @@ def sliced(stacked: StackedExperts, target: Tensor, shape: Shape) -> Tensor:
 
 
 def _runs(start: int, stop: int, rows: int) -> list[tuple[int, slice]]:
-    """The experts that own the rows from start to stop of a tall matrix, each with its own rows among them."""
+    """Split rows [start, stop) of a tall matrix by expert: each expert and the range of its own rows."""
     return [
         (expert, slice(max(start - expert * rows, 0), min(stop - expert * rows, rows)))
         for expert in range(start // rows, -(-stop // rows))

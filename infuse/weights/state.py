@@ -91,34 +91,34 @@ class Original:
     ) -> None:  # fmt: skip
         """Load hook: replace the original's tensors in `state` with ours, and requantize quantized weights in place."""
         self._refuse_parts("load_state_dict")
-        given = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
+        tensors = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
         for name, wanted in self.shapes.items():
-            if name in given and tuple(given[name].shape) != wanted:
-                shapes = f"the given shape is {tuple(given.pop(name).shape)}, the model's is {wanted}"
+            if name in tensors and tuple(tensors[name].shape) != wanted:
+                shapes = f"the given shape is {tuple(tensors.pop(name).shape)}, the model's is {wanted}"
                 errors.append(f"size mismatch for {prefix}{name}: {shapes}.")
-            elif name not in given and not self._is_given_as_ours(name, state, prefix):
+            elif name not in tensors and not self._is_given_as_ours(name, state, prefix):
                 missing.append(prefix + name)
         for fill in self.fills:
-            if any(name in given for name in fill.sources):
-                self._fill(fill, module, state, prefix, given)
+            if any(name in tensors for name in fill.sources):
+                self._fill(fill, module, state, prefix, tensors)
             else:
                 self._keep(fill, module, state, prefix)
 
     def _fill(
-        self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]
+        self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Put the target of `fill` into `state`; sources that are not given keep the module's current values."""
+        """Put the target of `fill` into `state`; sources missing from `tensors` keep the module's current values."""
         place, _ = place_of(module, fill.target)
-        if any(name not in given for name in fill.sources):
+        if any(name not in tensors for name in fill.sources):
             target = module.get_parameter(fill.target) if fill.format is None else self._values(place)
-            given = {**source_tensors(fill, target, self.shapes), **given}
+            tensors = {**source_tensors(fill, target, self.shapes), **tensors}
         if fill.format is None:
-            state[prefix + fill.target] = filled(fill, _in_memory(given, None), None)
+            state[prefix + fill.target] = filled(fill, _in_memory(tensors, None), None)
             return
         before = dict(place._buffers)
         quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
         device = next(buffer.device for buffer in place.buffers(recurse=False))
-        place.hold(quantized(fill, _in_memory(given, device), quantize, place.part_rows))
+        place.hold(quantized(fill, _in_memory(tensors, device), quantize, place.part_rows))
         for name, old in before.items():  # reuse the memory: tied embeddings and CUDA graphs refer to it
             new = place._buffers[name]
             if old is not None and new is not None and old.shape == new.shape:
@@ -155,9 +155,9 @@ def _stored(fill: Fill, module: nn.Module) -> tuple[str, ...]:
 
 
 def _refuse_offloading() -> None:
-    """Raise UnsupportedCall if accelerate asks, for whom a state dict is how weights come back to their modules.
+    """Raise UnsupportedCall if accelerate is the caller: it restores offloaded weights from the state dict.
 
-    It would not find ours there, and by then they are gone from the modules.
+    It would not find our merged weights there, after it has dropped them from the modules.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != "accelerate.big_modeling":
@@ -170,7 +170,7 @@ def _refuse_offloading() -> None:
 
 
 def _in_memory(tensors: Mapping[str, Tensor], device: torch.device | None) -> Lookup:
-    """Look up tensors of a state dict; `device`: where they are needed."""
+    """Look up tensors of a state dict, moved to `device` if it is given."""
 
     def lookup(name: str) -> LazyTensor:
         tensor = InMemory(tensors[name].detach())

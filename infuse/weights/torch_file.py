@@ -34,8 +34,8 @@ class TorchFile:
         """Read the tensor, or `part` of it, into its own memory."""
         if self._since > _MAPPED_BYTES and self._mapped:
             self._tensors, self._since = self._open(), 0
-        found = self._tensors[name]
-        tensor = (found[part] if part else found).clone(memory_format=torch.contiguous_format)
+        source = self._tensors[name]
+        tensor = (source[part] if part else source).clone(memory_format=torch.contiguous_format)
         self.bytes_read += tensor.nbytes
         self._since += tensor.nbytes
         return tensor
@@ -66,17 +66,17 @@ class TorchFile:
         except RecursionError as error:
             raise CheckpointError(f"{self.path}: its dicts are nested too deeply") from error
 
-    def _judged(self, found: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _judged(self, entries: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors by name; CheckpointError for duplicate names and for tensors without plain values."""
-        tensors = dict(found)
-        if len(tensors) < len(found):
-            twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
+        tensors = dict(entries)
+        if len(tensors) < len(entries):
+            twice = [name for name, count in Counter(name for name, _ in entries).items() if count > 1]
             raise CheckpointError(f"{self.path}: names {', '.join(twice)} more than once")
-        wrong = [f"{name} ({reason})" for name, tensor in found if (reason := _not_plain(tensor))]
+        wrong = [f"{name} ({reason})" for name, tensor in entries if (reason := _not_plain(tensor))]
         if wrong:
             what = f"holds tensors that are not dense values: {', '.join(wrong)}"
             raise CheckpointError(f"{self.path}: {what}; save them with their values, dense and on a device")
-        return {name: tensor.detach() for name, tensor in found}
+        return {name: tensor.detach() for name, tensor in entries}
 
 
 def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Tensor]]:

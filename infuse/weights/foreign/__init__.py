@@ -1,7 +1,7 @@
 """Foreign layouts: tensors that a checkpoint stores under other names, in other shapes or in a number format.
 
-A recogniser takes what is unread of a checkpoint and returns the model's tensors that it can make. Each is one file and
-one entry in the list; others are registered from outside.
+A recogniser takes the unread tensors of a checkpoint and returns the model's tensors that it can build from them. Each
+is one file and one entry in RECOGNISERS; `register` adds others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _registered: list[Recogniser] = []  # by `register`
 
 
 def register(recogniser: Recogniser) -> Callable[[], None]:
-    """Ask this recogniser before those of the package. Call the result to take it back."""
+    """Put a recogniser ahead of the built-in ones. Call the returned function to unregister it."""
     _registered.append(recogniser)
     return lambda: _registered.remove(recogniser)
 
 
 def recognised(unread: Unread) -> Recognised:
-    """Ask all recognisers in turn; what one uses or makes, the next ones do not see."""
+    """Run all recognisers in order. Each sees only the tensors that earlier ones left over."""
     tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
     faults: dict[str, str] = {}

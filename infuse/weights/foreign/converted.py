@@ -1,6 +1,6 @@
-"""Tensors of a model that transformers computes from those of a checkpoint: transposed, split, interleaved, dealt out.
+"""Model tensors that transformers' converters compute from checkpoint tensors: transposed, split, interleaved, chunked.
 
-What is only stacked and concatenated is in merged.py, which reads slices; these are made from whole tensors.
+merged.py handles plain stacking and concatenation, and reads slices. The converters here need whole tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infuse.weights.lazy import LazyTensor, Shape, Slices
 
 @dataclass(frozen=True)
 class Conversion:
-    """One of transformers' converters and the tensors that it takes, by their patterns. `target`: its first result."""
+    """A transformers weight converter with its source tensors by pattern. `target`: name of its first result."""
 
     converter: Any
     sources: Mapping[str, Sequence[LazyTensor]]
@@ -28,7 +28,7 @@ class Conversion:
     model: Any
 
     def results(self, read: Callable[[LazyTensor], Tensor]) -> dict[str, Tensor]:
-        """All results by their names in the model."""
+        """Run the conversion and return its results by model name."""
         values: Any = {pattern: [read(tensor) for tensor in tensors] for pattern, tensors in self.sources.items()}
         converter = self.converter
         for operation in converter.operations:
@@ -43,7 +43,7 @@ class Conversion:
 
 @dataclass
 class _Last:
-    """The results of the last conversion that was read: a tensor is read in many parts."""
+    """Cache of the last conversion's results, because a tensor is read in many parts."""
 
     of: Conversion | None = None
     results: dict[str, Tensor] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Converted:
     coded = None
 
     def read(self, part: Slices = ()) -> Tensor:
-        """Read all sources of the conversion, and keep its results for the parts to come."""
+        """Return the result or a part of it. The first read runs the conversion and caches its results."""
         if self.last.of is not self.conversion:
             self.last.results = {}  # free the memory before it is needed
             self.last.results = self.conversion.results(lambda source: source.read())
@@ -72,9 +72,9 @@ class Converted:
 
 
 def converted(unread: Unread) -> Recognised:
-    """Tensors that transformers' converters make of whole tensors of the checkpoint.
+    """Recognise tensors that transformers' converters compute from whole checkpoint tensors.
 
-    These are tensors that the model has no name for, and those whose name finds a tensor of another shape.
+    Candidates are checkpoint tensors whose name the model lacks, or whose shape differs from the model's.
     """
     if unread.checkpoint.in_pieces:
         return Recognised()
@@ -90,8 +90,8 @@ def converted(unread: Unread) -> Recognised:
     for conversion, members in _conversions(unread, (*unread.names, *unlike)):
         used |= members
         try:
-            results = conversion.results(lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
-        except Exception as error:  # transformers' operations check what they are given in their own ways
+            results = conversion.results(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        except Exception as error:  # transformers' operations may raise anything
             sources = ", ".join(sorted(members))
             faults[conversion.target] = f"transformers cannot make it from {sources} ({in_brief(error)})"
             continue
@@ -106,7 +106,7 @@ def converted(unread: Unread) -> Recognised:
 
 
 def _conversions(unread: Unread, names: Iterable[str]) -> Iterator[tuple[Conversion, set[str]]]:
-    """The conversions that apply to these tensors of the checkpoint, and the names that each takes."""
+    """Yield the conversions that apply to these checkpoint tensors, each with the names it consumes."""
     members: dict[tuple[int, str], dict[str, list[str]]] = {}
     converters: dict[tuple[int, str], Any] = {}
     for name in names:

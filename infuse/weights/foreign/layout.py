@@ -1,4 +1,4 @@
-"""What a recogniser of a foreign layout is asked, and what it answers."""
+"""Input and output of the recognisers of foreign layouts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from infuse.weights.names import Naming
 
 @dataclass(frozen=True)
 class Unread:
-    """The tensors of a `checkpoint` that no recogniser before has used, and the model's `shapes` that it may fill.
+    """Tensors of a `checkpoint` that no earlier recogniser has used, and `shapes` of the model tensors to fill.
 
-    `names`: tensors that the model has no name for. `by_name`: the model's name → the checkpoint's, of tensors that the
-    model's names find; these are read as they are unless a recogniser uses them.
+    `names`: checkpoint tensors whose name the model lacks. `by_name`: model name → checkpoint name of the tensors that
+    match by name; these are read unchanged unless a recogniser uses them.
     """
 
     checkpoint: Checkpoint
@@ -29,24 +29,24 @@ class Unread:
 
     @property
     def missing(self) -> dict[str, Shape]:
-        """Shapes of the model's tensors that names alone do not find."""
+        """Shapes of the model's tensors without a match by name."""
         return {name: shape for name, shape in self.shapes.items() if name not in self.by_name}
 
     def whole(self, name: str) -> LazyTensor:
-        """A tensor of the checkpoint as it is stored; of one that ranks saved in pieces, the first rank's."""
+        """Return a checkpoint tensor as stored; the first rank's piece if ranks saved pieces."""
         return FileTensor(self.checkpoint.pieces[name].files[0], name)
 
     def stored(self, name: str) -> str:
-        """Dtype and shape of a tensor of the checkpoint, for an error."""
+        """Format the dtype and shape of a checkpoint tensor for an error message."""
         pieces = self.checkpoint.pieces[name]
         return f"{pieces.dtype} {pieces.shapes[0]}"
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a recogniser makes: lazy tensors by the model's names, from the checkpoint's names that are `used`.
+    """Result of a recogniser: lazy tensors by model name, and the checkpoint names `used` to build them.
 
-    `faults`: the model's name → why the tensors that are used do not make it.
+    `faults`: model name → why the used tensors cannot form it.
     """
 
     tensors: Mapping[str, LazyTensor] = field(default_factory=dict)

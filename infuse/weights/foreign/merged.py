@@ -1,4 +1,4 @@
-"""Tensors of a model that a checkpoint stores in many: each expert's matrices, which the model holds as one tensor."""
+"""Per-expert matrices of a checkpoint that the model holds as one stacked tensor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from infuse.weights.lazy import Coded, LazyTensor, Shape, Slices
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor [experts, rows, columns] from one row of `parts` for each expert, joined along their rows.
+    """A tensor [experts, rows, columns]. `parts` has a sequence of matrices per expert, concatenated along their rows.
 
-    All rows have as many parts. Parts at the same place in their rows have one shape.
+    All experts have the same number of parts, and their n-th parts have the same shape.
     """
 
     parts: Sequence[Sequence[LazyTensor]]
@@ -51,7 +51,7 @@ class Merged:
 
 
 def _expert(parts: Iterable[LazyTensor], start: int, stop: int, columns: Slices) -> Tensor:
-    """Rows start to stop of one expert's parts."""
+    """Read rows [start, stop) of one expert from its parts."""
     pieces, at = [], 0
     for part in parts:
         rows = slice(max(start - at, 0), min(stop - at, part.shape[0]))
@@ -62,7 +62,7 @@ def _expert(parts: Iterable[LazyTensor], start: int, stop: int, columns: Slices)
 
 
 def merged(unread: Unread) -> Recognised:
-    """Tensors that transformers' converters only stack and concatenate. Experts are ordered by their numbers."""
+    """Recognise tensors that transformers' converters only stack and concatenate. Experts are sorted by number."""
     wanted = {name: shape for name, shape in unread.missing.items() if len(shape) == 3}
     members: dict[str, dict[int, list[str]]] = {}
     for name in unread.names if wanted else ():
@@ -91,5 +91,5 @@ def merged(unread: Unread) -> Recognised:
 
 
 def numbers_in(name: str) -> list[int]:
-    """The numbers between dots in a name: those of its layer and its expert."""
+    """Numeric components of a dotted name: the indices of its layer and its expert."""
     return [int(number) for number in re.findall(r"(?<=\.)\d+(?=\.|$)", name)]

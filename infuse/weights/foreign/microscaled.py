@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in mxfp4, as gpt-oss is published: read their codes as they are, or their values."""
+"""Read experts stored in mxfp4, as in gpt-oss checkpoints: their codes unchanged, or dequantized values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.lazy import Coded, CodedTensor, LazyTensor, Shape, Slices, Transposed, of_all_axes
 
 FORMAT = "mxfp4"
-_BLOCKS, _SCALES = "_blocks", "_scales"  # what transformers adds to the tensor's name
-_BYTES = BLOCK // 2  # of a block
+_BLOCKS, _SCALES = "_blocks", "_scales"  # suffixes that transformers adds to the tensor's name
+_BYTES = BLOCK // 2  # per block
 
 
 @dataclass(frozen=True)
 class _Codes:
-    """Codes [experts, rows, inputs / 2] of `blocks`, uint8 [experts, rows, inputs / 32, 16]."""
+    """View `blocks`, uint8 [experts, rows, inputs / 32, 16], as codes [experts, rows, inputs / 2]."""
 
     blocks: LazyTensor
 
@@ -40,7 +40,7 @@ class _Codes:
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales [experts, rows, inputs / 32] of `exponents`, uint8 of the same shape and `name`."""
+    """Scales [experts, rows, inputs / 32] from `exponents`, uint8 of the same shape, stored under `name`."""
 
     exponents: LazyTensor
     name: str
@@ -63,7 +63,7 @@ class _Scales:
 
 
 def microscaled(unread: Unread) -> Recognised:
-    """Tensors [experts, inputs, rows] whose transposed matrices the checkpoint stores in blocks of 32 inputs."""
+    """Recognise tensors [experts, inputs, rows] that are stored transposed, in blocks of 32 inputs."""
     wanted = {name: shape for name, shape in unread.missing.items() if len(shape) == 3}
     pairs: dict[str, dict[str, str]] = {}
     for name in unread.names if wanted else ():
@@ -82,7 +82,7 @@ def microscaled(unread: Unread) -> Recognised:
         exponents = unread.checkpoint.joined(pair[_SCALES], sizes)
         if blocks and exponents and blocks.dtype == exponents.dtype == torch.uint8 and inputs % BLOCK == 0:
             coded = Coded(FORMAT, {"data": _Codes(blocks), "scale": _Scales(exponents, pair[_SCALES])})
-            # bfloat16 has all values of the format.
+            # bfloat16 represents every value of the format exactly.
             tensors[target] = Transposed(CodedTensor((experts, rows, inputs), torch.bfloat16, coded))
             continue
         stored = " and ".join(unread.stored(pair[suffix]) for suffix in (_BLOCKS, _SCALES))
