@@ -210,16 +210,22 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def cast_buffers(
     model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMapping[str, Any], str, Tensor], None]
 ) -> None:
-    """Cast buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, except those that must stay exact.
+    """Cast buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, except those that must stay exact."""
+    cast: dict[int, Tensor] = {}  # keeps shared buffers shared
+    for module, leaf, buffer in buffers_to_cast(model, dtype):
+        put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
 
-    These are rotary frequencies that their module casts where it uses them, the modules that transformers or diffusers
+
+def buffers_to_cast(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield each buffer that does not stay exact in a model of this dtype, with its module and its name there.
+
+    Exact are rotary frequencies that their module casts where it uses them, the modules that transformers or diffusers
     keeps in float32 for this dtype (`_keep_in_fp32_modules`), and buffers of our own modules.
     """
     wide = [module for module in model.modules() if dtype == torch.float16 or _of_diffusers(module)]
     named = [name for module in wide for name in _names(module, _WIDE)]
     named += [name for module in model.modules() for name in _names(module, _STRICT)]
     kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys(named)) or r"(?!)")
-    cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
         if _is_ours(module):  # scales have their own dtype
             continue
@@ -227,7 +233,7 @@ def cast_buffers(
             other = buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
             exact = kept.search(f"{path}.{leaf}") or (leaf.endswith("inv_freq") and _casts(module))
             if buffer is not None and other and not exact:
-                put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
+                yield module, leaf, buffer
 
 
 def _is_ours(module: nn.Module) -> bool:

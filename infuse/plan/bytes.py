@@ -9,7 +9,7 @@ from torch import nn
 
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import MixerShape
-from infuse.dtype_cast import kept_in_float32
+from infuse.dtype_cast import buffers_to_cast, kept_in_float32
 from infuse.ops.cache_rows import SCALE_BYTES
 from infuse.plan.formats import quantized_bytes
 from infuse.plan.shared import Sharing
@@ -74,9 +74,10 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sha
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     kept = kept_in_float32(model, dtype)
     exact = {id(parameter) for name, parameter in model.named_parameters() if name in kept}
+    cast_too = {id(buffer) for _, _, buffer in buffers_to_cast(model, dtype)}
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:
-            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() or id(tensor) in cast_too
             itemsize = (torch.float32 if id(tensor) in exact else dtype).itemsize
             total += tensor.numel() * (itemsize if cast else tensor.element_size())
     return total

@@ -42,7 +42,7 @@ q_lora_rank kv_lora_rank
         patch_size num_mel_bins feature_size global_head_dim input_feat_per_channel""",
     16: "image_size qk_head_dim",
     1: "n_group topk_group first_k_dense_replace",
-    96: "vocab_size",
+    96: "vocab_size unpadded_vocab_size",
     64: (
         "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx max_sequence_length "
         "max_seq_len"

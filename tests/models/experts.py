@@ -13,12 +13,14 @@ import transformers as t
 from torch import nn
 
 # Classes whose experts our op does not compute, and the words of the plan that say so.
-LEFT = {"MuseSparkExperts": "a norm after its second product", "Inkling2Experts": "its gate is none that our experts"}
+_GATE = "its gate is none that our experts"
+LEFT = {"MuseSparkExperts": "a norm after its second product", "Inkling2Experts": _GATE, "Inkling2LoopExperts": _GATE}
 SIZES = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 5)
 SIZES |= dict.fromkeys(("hidden_size", "moe_hidden_size"), 24)
 SIZES |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 12)
 ACTS = dict.fromkeys(("hidden_act", "hidden_activation"), "silu") | {"mlp_hidden_act": "relu2"}
 OTHERS = dict(swiglu_limit=1.5, swiglu_alpha=1.702, moe_latent_size=None, post_norm_eps=1e-6)
+OTHERS |= dict(mlp_gate_softcap=2.0, mlp_up_softcap=2.0)
 
 
 @cache

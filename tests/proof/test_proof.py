@@ -192,9 +192,12 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> None:
     """Weights of what replaces `layer` go wrong on their way."""
     fill = APPLY.fill_module
 
-    def wrong(module: nn.Module, fills: Any, reader: Any, *how: Any) -> None:
-        fill(module, fills, reader, *how)
-        if reader._module is layer:
+    gate = layer.get_parameter("mlp.gate_proj.weight")
+
+    def wrong(module: nn.Module, fills: Any, source: Any, *how: Any) -> None:
+        fill(module, fills, source, *how)
+        merges = any("mlp.gate_proj.weight" in target.sources for target in fills)
+        if merges and source("mlp.gate_proj.weight").read() is gate:
             with torch.no_grad():  # the merged matrix is new; the original's own must stay as they are
                 module.get_parameter("mlp.up.weight").mul_(1.01)
 
