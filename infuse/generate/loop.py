@@ -100,9 +100,7 @@ def decode(
     """Return the token ids of prompt [B, T] and answer. `generate` calls this after preparing everything."""
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
-    pads = bool(ends) or any(
-        isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id") for criterion in asked
-    )
+    pads = bool(ends) or any(map(_ends_rows, asked))
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
@@ -148,6 +146,11 @@ def decode(
         streamer.end()
     assert columns > prompt_tokens
     return ordinary(ids())
+
+
+def _ends_rows(criterion: Any) -> bool:
+    """Whether the criterion lets rows of a batch end one by one."""
+    return isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id")
 
 
 def _chosen(steps: Steps, processed: Processed, ids: Callable[[], Tensor], samples: bool) -> Tensor:

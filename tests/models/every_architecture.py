@@ -219,7 +219,9 @@ def _pictures(config: Any, batch: int) -> Iterator[dict[str, Tensor]]:
     yield {"pixel_values": pixels, "image_sizes": sizes}
     yield {"pixel_values": pixels[:, None]}
     yield {"pixel_values": pixels[:, None].repeat(1, 3, 1, 1, 1), "image_sizes": sizes}
-    patch, grid = config.patch_size, torch.tensor([[1, 4, 4]] * batch)
+    patch, grid = getattr(config, "patch_size", None), torch.tensor([[1, 4, 4]] * batch)
+    if patch is None:
+        return
     patch = patch if isinstance(patch, int) else patch[0]
     for frames in (getattr(config, "temporal_patch_size", None) or 1, 1):
         width = channels * frames * patch * patch
