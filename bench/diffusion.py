@@ -36,7 +36,7 @@ from report import in_turns, markdown, show
 DTYPE = torch.bfloat16
 _SD_BLOCKS = dict(
     block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768, attention_head_dim=8, sample_size=64
-)  # fmt: skip
+)
 _SDXL = dict(
     block_out_channels=(320, 640, 1280), cross_attention_dim=2048, attention_head_dim=(5, 10, 20), sample_size=128,
     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), use_linear_projection=True,
@@ -44,9 +44,12 @@ _SDXL = dict(
     addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
 )  # fmt: skip
 _VAE = dict(
-    block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4, layers_per_block=2,
-    up_block_types=("UpDecoderBlock2D",) * 4, sample_size=512,
-)  # fmt: skip
+    block_out_channels=(128, 256, 512, 512),
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    layers_per_block=2,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+    sample_size=512,
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,14 @@ def _sdxl(rows: int) -> dict[str, Any]:
 def _flux(rows: int) -> dict[str, Any]:
     grid = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(32.0), torch.arange(32.0), indexing="ij"), dim=-1)
     return dict(
-        hidden_states=values(rows, 1024, 64), encoder_hidden_states=values(rows, 512, 4096), timestep=torch.ones(rows),
-        pooled_projections=values(rows, 768), guidance=torch.full((rows,), 3.5), img_ids=grid.reshape(1024, 3),
+        hidden_states=values(rows, 1024, 64),
+        encoder_hidden_states=values(rows, 512, 4096),
+        timestep=torch.ones(rows),
+        pooled_projections=values(rows, 768),
+        guidance=torch.full((rows,), 3.5),
+        img_ids=grid.reshape(1024, 3),
         txt_ids=torch.zeros(512, 3),
-    )  # fmt: skip
+    )
 
 
 def _sd3(rows: int) -> dict[str, Any]:
@@ -98,22 +105,26 @@ CASES: Mapping[str, Case] = {
     "sdxl": Case("SDXL UNet, 64 x 64", lambda: empty(diffusers.UNet2DConditionModel, **_SDXL), _sdxl),
     "flux": Case(
         "Flux: one double and one single block, 1024 + 512 tokens",
-        lambda: empty(diffusers.FluxTransformer2DModel, num_layers=1, num_single_layers=1, guidance_embeds=True), _flux,
+        lambda: empty(diffusers.FluxTransformer2DModel, num_layers=1, num_single_layers=1, guidance_embeds=True),
+        _flux,
     ),
     "sd3": Case(
         "SD3: two blocks, 1024 + 333 tokens",
         lambda: diffusers.SD3Transformer2DModel(
             num_layers=2, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192
-        ), _sd3,
+        ),
+        _sd3,
     ),
     "vae": Case(
-        "VAE, decoding to 512 x 512", lambda: empty(diffusers.AutoencoderKL, **_VAE),
-        lambda rows: dict(z=values(rows, 4, 64, 64)), decodes=True,
+        "VAE, decoding to 512 x 512",
+        lambda: empty(diffusers.AutoencoderKL, **_VAE),
+        lambda rows: dict(z=values(rows, 4, 64, 64)),
+        decodes=True,
     ),
     "t5": Case(
-        "T5-XXL encoder: two layers, 512 tokens", _t5, lambda rows: dict(input_ids=torch.ones(rows, 512).long()),
+        "T5-XXL encoder: two layers, 512 tokens", _t5, lambda rows: dict(input_ids=torch.ones(rows, 512).long())
     ),
-}  # fmt: skip
+}
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "convolution": ("conv",),
@@ -203,10 +214,15 @@ def measured(case: Case, args: argparse.Namespace, rate: float, table: Table) ->
         error = float((results[number].float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
         spent = shares(run) if args.shares else {}
         table.add_row(
-            case.title, name, f"{median(taken) * 1e3:.0f}", f"{max(taken) / min(taken):.2f}",
-            f"{median(seconds[0]) / median(taken):.2f}", f"{work / median(taken) / rate:.2f}", f"{error:.1e}",
+            case.title,
+            name,
+            f"{median(taken) * 1e3:.0f}",
+            f"{max(taken) / min(taken):.2f}",
+            f"{median(seconds[0]) / median(taken):.2f}",
+            f"{work / median(taken) / rate:.2f}",
+            f"{error:.1e}",
             ", ".join(f"{kind} {part:.0%}" for kind, part in spent.items() if part >= 0.005),
-        )  # fmt: skip
+        )
         rows.append(dict(case=case.title, name=name.partition(" (")[0], ms=median(taken) * 1e3, shares=spent))
     return rows
 

@@ -62,18 +62,28 @@ def report(args: argparse.Namespace) -> tuple[Table, str]:
         num_hidden_layers=args.layers, vocab_size=VOCABULARY, max_position_embeddings=2 * args.tokens
     )
     rows = Table(
-        "weights, cache", "prompt, s", "tokens/s", "more memory at the peak, MB", "ms a step", "MB read", "GB/s",
+        "weights, cache",
+        "prompt, s",
+        "tokens/s",
+        "more memory at the peak, MB",
+        "ms a step",
+        "MB read",
+        "GB/s",
         "of the read bandwidth, GB/s",
-    )  # fmt: skip
+    )
     reader = MemoryReader()
     ids = torch.randint(3, VOCABULARY, (1, args.tokens))
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False)
     for quant in args.quant:
         for cache in (None, "int8"):
             engine = infuse.init_inference(
-                made(shape, torch.bfloat16), dtype=torch.bfloat16, verify="off", progress=False, quant=quant or {},
+                made(shape, torch.bfloat16),
+                dtype=torch.bfloat16,
+                verify="off",
+                progress=False,
+                quant=quant or {},
                 **({"kv_cache": cache} if cache else {}),
-            )  # fmt: skip
+            )
             Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
             before = memory_bytes("VmRSS")
             start = time.perf_counter()
@@ -85,10 +95,15 @@ def report(args: argparse.Namespace) -> tuple[Table, str]:
             # the head's weight is the embedding's
             read_bytes = parameter_bytes(engine.module) + cache_bytes(shape, args.tokens, cache)
             rows.add_row(
-                f"{quant or 'bfloat16'}, {cache or 'bfloat16'}", f"{prompt:.1f}", f"{args.tokens / prompt:,.0f}",
-                f"{more / 1e6:,.0f}", f"{1e3 * step:.2f}", f"{read_bytes / 1e6:.0f}", f"{read_bytes / step / 1e9:.1f}",
+                f"{quant or 'bfloat16'}, {cache or 'bfloat16'}",
+                f"{prompt:.1f}",
+                f"{args.tokens / prompt:,.0f}",
+                f"{more / 1e6:,.0f}",
+                f"{1e3 * step:.2f}",
+                f"{read_bytes / 1e6:.0f}",
+                f"{read_bytes / step / 1e9:.1f}",
                 f"{read_bytes / step / bandwidth.median:.2f} of {bandwidth.median / 1e9:.1f}",
-            )  # fmt: skip
+            )
             del engine
     return rows, f"{args.tokens} tokens, {args.layers} layers; probed by {bandwidth.reader}"
 

@@ -29,18 +29,7 @@ import infuse
 from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import Bandwidth, MemoryReader
-from report import (
-    Bound,
-    bound,
-    in_turns,
-    instruction,
-    markdown,
-    memory_bytes,
-    probed,
-    product_rates,
-    save,
-    show,
-)
+from report import Bound, bound, in_turns, instruction, markdown, memory_bytes, probed, product_rates, save, show
 
 # Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -106,9 +95,13 @@ def cache_bytes(shape: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
 
 
 def bounds(
-    entry: Contestant, shape: dict[str, Any], products: int, args: argparse.Namespace, rates: dict[str, float],
+    entry: Contestant,
+    shape: dict[str, Any],
+    products: int,
+    args: argparse.Namespace,
+    rates: dict[str, float],
     read: dict[int, float],
-) -> dict[int, Bound]:  # fmt: skip
+) -> dict[int, Bound]:
     """The bounds of a step, by the rows of a batch, from the read bandwidth around it; 0: of the prefill.
 
     `products`: multiplications of one token in the layers; its logits are as many as the embedding has values.

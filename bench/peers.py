@@ -116,9 +116,12 @@ def prefill(run: Generate, tokens: int) -> None:
 
 
 def measured(
-    runs: dict[str, Generate], loaded: dict[str, tuple[int, float]], args: argparse.Namespace, shape: dict[str, Any],
+    runs: dict[str, Generate],
+    loaded: dict[str, tuple[int, float]],
+    args: argparse.Namespace,
+    shape: dict[str, Any],
     remarks: list[str],
-) -> str:  # fmt: skip
+) -> str:
     """Measure all in turns; `shape` has also the "products" of a token."""
     prompts = {rows: torch.randint(3, 250, (rows, args.context)) for rows in (1, args.batch)}
     read, rates = read_bandwidth(), product_rates()

@@ -42,12 +42,17 @@ def pipeline() -> Any:
     last = len(tokens) - 1
     config = CLIPTextConfig(**sizes, bos_token_id=last - 1, eos_token_id=last, pad_token_id=last)
     pipe = diffusers.StableDiffusionPipeline(
-        unet=CASES["sd15"].make().eval(), vae=CASES["vae"].make().eval(), text_encoder=text_encoder(config),
+        unet=CASES["sd15"].make().eval(),
+        vae=CASES["vae"].make().eval(),
+        text_encoder=text_encoder(config),
         tokenizer=CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77),
         scheduler=diffusers.DDIMScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
-        ), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
     pipe.set_progress_bar_config(disable=True)
     for model in (pipe.unet, pipe.vae, pipe.text_encoder):
         fill(model)

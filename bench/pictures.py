@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {
-    "convolution": "#4e79a7", "attention": "#e15759", "product": "#f28e2b", "norm": "#59a14f",
-    "activation": "#b07aa1", "other": "#bab0ac",
-}  # fmt: skip
+    "convolution": "#4e79a7",
+    "attention": "#e15759",
+    "product": "#f28e2b",
+    "norm": "#59a14f",
+    "activation": "#b07aa1",
+    "other": "#bab0ac",
+}
 WIDTH, LEFT, BAR, GAP = 640, 150, 16, 5
 
 

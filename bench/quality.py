@@ -38,11 +38,15 @@ from examples.perplexity import total_nats  # noqa: E402
 
 GROUPS = (32, 64, 128)
 FORMATS = (
-    "int8:row", *(f"int8:{size}{end}" for end in ("", ":asymmetric") for size in GROUPS),
-    "fp8", *(f"fp8:{size}" for size in GROUPS), "fp6:row", *(f"fp6:{size}" for size in GROUPS),
+    "int8:row",
+    *(f"int8:{size}{end}" for end in ("", ":asymmetric") for size in GROUPS),
+    "fp8",
+    *(f"fp8:{size}" for size in GROUPS),
+    "fp6:row",
+    *(f"fp6:{size}" for size in GROUPS),
     *(f"int4:{size}{end}" for end in ("", ":asymmetric") for size in GROUPS),
     *(f"{name}:{size}:a8" for name in ("int8", "int4") for size in GROUPS),
-)  # fmt: skip
+)
 # The most that perplexity may grow against float32, in percent, for the formats that a short name stands for.
 LIMITS: Mapping[str, float] = MappingProxyType(
     {"bfloat16": 0.1, "int8 cache": 0.2, "int8:64": 0.2, "fp8": 0.6, "fp6:64": 1.0, "int4:64": 4.0}
@@ -132,9 +136,14 @@ def plot(found: Sequence[Score], path: Path, title: str) -> None:
     exact = found[0]
     axes.axhline(exact.perplexity, color="0.5", linestyle="--", linewidth=1)
     axes.annotate(
-        "float32", (1, exact.perplexity), xycoords=("axes fraction", "data"), xytext=(-4, 4),
-        textcoords="offset points", ha="right", color="0.4",
-    )  # fmt: skip
+        "float32",
+        (1, exact.perplexity),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color="0.4",
+    )
     for family in FAMILIES:
         members = sorted((score for score in found[1:] if score.family == family), key=lambda score: score.bits)
         if members:

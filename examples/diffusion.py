@@ -29,23 +29,42 @@ def small_pipeline() -> Any:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     text = CLIPTextConfig(
-        vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        bos_token_id=len(tokens) - 2, eos_token_id=len(tokens) - 1, pad_token_id=len(tokens) - 1,
-    )  # fmt: skip
+        vocab_size=len(tokens),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=len(tokens) - 2,
+        eos_token_id=len(tokens) - 1,
+        pad_token_id=len(tokens) - 1,
+    )
     unet = diffusers.UNet2DConditionModel(
-        sample_size=32, layers_per_block=1, block_out_channels=(64, 128), cross_attention_dim=64, attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
+        sample_size=32,
+        layers_per_block=1,
+        block_out_channels=(64, 128),
+        cross_attention_dim=64,
+        attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
     vae = diffusers.AutoencoderKL(
-        block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4,
-        up_block_types=("UpDecoderBlock2D",) * 2, sample_size=64,
-    )  # fmt: skip
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        latent_channels=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        sample_size=64,
+    )
     scheduler = diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1)
     pipe = diffusers.StableDiffusionPipeline(
-        unet=unet.eval(), vae=vae.eval(), scheduler=scheduler, text_encoder=CLIPTextModel(text).eval(),
+        unet=unet.eval(),
+        vae=vae.eval(),
+        scheduler=scheduler,
+        text_encoder=CLIPTextModel(text).eval(),
         tokenizer=CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

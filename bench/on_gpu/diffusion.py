@@ -18,9 +18,14 @@ EAGER = "diffusers eager"
 SECONDS_TO_RUN = {"sd15": 8.0, "sdxl": 15.0, "flux": 8.0}  # a guess, for the budget alone
 ROWS = 2
 _TINY_UNET = dict(
-    block_out_channels=(32, 64), down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), layers_per_block=1,
-    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=32, attention_head_dim=4, sample_size=8,
-)  # fmt: skip
+    block_out_channels=(32, 64),
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    layers_per_block=1,
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    cross_attention_dim=32,
+    attention_head_dim=4,
+    sample_size=8,
+)
 
 
 def denoisers(plan: Plan, bounds: Bounds, budget: Budget) -> Iterator[Row]:

@@ -18,9 +18,15 @@ import infuse
 from on_gpu.runs import Bounds, Budget, read_bytes, wait, wall_seconds
 
 LLAMA_8B = dict(
-    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
-    vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0,
-)  # fmt: skip
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+)
 LLAMA_1B = dict(
     hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
     intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=8192,

@@ -106,9 +106,13 @@ def _half_done(step: Step, done: int, steps: int, error: Exception) -> str:
 
 
 def prove(
-    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL,
+    plan: Plan,
+    model: nn.Module,
+    config: InferenceConfig,
+    progress: Progress | None = None,
+    group: Group = LOCAL,
     calls: Mapping[str, Call] | None = None,
-) -> Proven:  # fmt: skip
+) -> Proven:
     """Prove the steps of `plan` on a live `model`, in which nothing is replaced yet.
 
     `calls`: calls of its modules by path, recorded in a step of the model's pipeline. `group`: the ranks of the plan's
@@ -137,9 +141,13 @@ def carry_out(
 
 @torch.no_grad()
 def _proven(
-    plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group,
+    plan: Plan,
+    source: LayerSource,
+    config: InferenceConfig,
+    progress: Progress | None,
+    group: Group,
     calls: Mapping[str, Call],
-) -> Proven:  # fmt: skip
+) -> Proven:
     builder = Builder(source, plan.dtype, group, work_of)
     source.begin(progress)
     proofs = Proofs(Trial(plan, config, builder, calls))

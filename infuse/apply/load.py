@@ -46,9 +46,13 @@ class Loaded:
 
 
 def load(
-    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, group: Group = LOCAL,
+    model: nn.Module,
+    config: InferenceConfig,
+    device: Device,
+    mesh: Mesh = ONE,
+    group: Group = LOCAL,
     progress: Progress | None = None,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """Make a plan and execute it with `config`'s checkpoint: on one rank of `mesh`, in step with its `group`.
 
     On CheckpointError, ConfigError or ProofError, `model` still has all its tensors and modules, on all ranks. Loading

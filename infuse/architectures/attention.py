@@ -9,18 +9,7 @@ from dataclasses import dataclass, replace
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import LAYER, Norm, NormShape
 from infuse.architectures.packing import BLOCKS, Fill, Heads
-from infuse.architectures.part import (
-    COLUMN,
-    HEADS,
-    KV_HEADS,
-    ROW,
-    Extent,
-    Matrix,
-    MixerShape,
-    Parameter,
-    Share,
-    named,
-)
+from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
 from infuse.errors import SpecMismatch
 
 GATE_SIGMOID, GATE_SOFTPLUS = "sigmoid", "softplus"  # functions of an output gate

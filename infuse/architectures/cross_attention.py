@@ -59,19 +59,36 @@ _BEGIN = (MODULATION, modulated("norm1", IMAGE, 0), _ATTN1, gated(IMAGE, 2))
 PLAIN: Program = (_NORMS[1], _ATTN1, _ADD, _NORMS[2], _ATTN2, _ADD, _NORMS[3], _FF, _ADD)
 ADA_NORM_SINGLE: Program = (*_BEGIN, _BARE, _ATTN2, _ADD, modulated("norm2", IMAGE, 3), _FF, gated(IMAGE, 5))
 ADA_NORM_ZERO: Program = (
-    Step(EMBED, "norm1", on=IMAGE, over=LABEL), *_BEGIN, _NORMS[2], _ATTN2, _ADD, modulated("norm3", IMAGE, 3), _FF,
+    Step(EMBED, "norm1", on=IMAGE, over=LABEL),
+    *_BEGIN,
+    _NORMS[2],
+    _ATTN2,
+    _ADD,
+    modulated("norm3", IMAGE, 3),
+    _FF,
     gated(IMAGE, 5),
-)  # fmt: skip
+)
 WAN: Program = (
-    *_BEGIN, _NORMS[2], _ATTN2, _ADD, modulated("norm3", IMAGE, 3), _FF._replace(part="ffn"), gated(IMAGE, 5),
-)  # fmt: skip
+    *_BEGIN,
+    _NORMS[2],
+    _ATTN2,
+    _ADD,
+    modulated("norm3", IMAGE, 3),
+    _FF._replace(part="ffn"),
+    gated(IMAGE, 5),
+)
 HUNYUAN: Program = (Step(SKIP, "skip", on=IMAGE), MODULATION, _NORMS[1]._replace(by=(0,)), *PLAIN[1:])
 
 _TEXT_AND_TIME = (("encoder_hidden_states", TEXT), ("temb", TIME))
 _BASIC_CALL = (
-    ("attention_mask", MASK), ("encoder_hidden_states", TEXT), ("encoder_attention_mask", TEXT_MASK),
-    ("timestep", TIME), ("cross_attention_kwargs", EMPTY), ("class_labels", UNREAD), ("added_cond_kwargs", UNREAD),
-)  # fmt: skip
+    ("attention_mask", MASK),
+    ("encoder_hidden_states", TEXT),
+    ("encoder_attention_mask", TEXT_MASK),
+    ("timestep", TIME),
+    ("cross_attention_kwargs", EMPTY),
+    ("class_labels", UNREAD),
+    ("added_cond_kwargs", UNREAD),
+)
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,14 @@ class SingleBlock:
     processor: str
     call: tuple[tuple[str, str], ...]
     program: Program = (
-        MODULATION, Step(CAT, on=IMAGE, over=TEXT), modulated("norm", IMAGE, 0), Step(ATTENTION, IMAGE, on=IMAGE),
-        gated(IMAGE, 2), Step(CLIP, on=IMAGE), Step(SPLIT, on=IMAGE, over=TEXT),
-    )  # fmt: skip
+        MODULATION,
+        Step(CAT, on=IMAGE, over=TEXT),
+        modulated("norm", IMAGE, 0),
+        Step(ATTENTION, IMAGE, on=IMAGE),
+        gated(IMAGE, 2),
+        Step(CLIP, on=IMAGE),
+        Step(SPLIT, on=IMAGE, over=TEXT),
+    )
 
     def bind(self, binder: Binder, name: str) -> StreamsShape:
         parts = bind_modulation(binder, {"norm": (IMAGE, SINGLE)})

@@ -23,7 +23,7 @@ from infuse.architectures.part import (
     Share,
     inside,
     named,
-)  # fmt: skip
+)
 from infuse.architectures.unet import GroupNormShape, bind_group_norm
 
 _PROCESSORS = "diffusers.models.attention_processor."

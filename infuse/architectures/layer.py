@@ -148,8 +148,7 @@ class LayerShape(ProgramShape):
 
 @dataclass(frozen=True)
 class Bound:
-    """A layer bound to its spec. `index`: its index in the cache, or None. `library`: the package of the spec's class.
-    """
+    """A layer bound to its spec. `index`: in the cache, or None. `library`: the package of the spec's class."""
 
     shape: LayerShape
     fills: tuple[Fill, ...]

@@ -41,29 +41,54 @@ GRANITE_ROUTER = Router(
 )
 PHI_ROUTER = Router("mlp.router", score=SPARSE_MIXER, rounded_score=True, jitter="router_jitter_noise")
 ERNIE_ROUTER = Router(
-    "mlp.gate", logits=FLOAT32, correction=f"mlp.gate.moe_statics.{_BIAS}", normalise=True, least="norm_min",
+    "mlp.gate",
+    logits=FLOAT32,
+    correction=f"mlp.gate.moe_statics.{_BIAS}",
+    normalise=True,
+    least="norm_min",
     cast=ACTIVATIONS,
-)  # fmt: skip
+)
 MINIMAX_ROUTER = Router("mlp.gate", score=SIGMOID, correction=f"mlp.{_BIAS}", normalise=True, in_order=False)
 OSS_ROUTER = Router("mlp.router", score=None, rounded_score=True, weights=SOFTMAX_OF_SCORES)
 FLINT_ROUTER = Router("mlp.gate", logits=FLOAT32, score=SIGMOID, normalise="norm_topk_prob")
 HUNYUAN_ROUTER = Router("mlp.gate", weight="wg.weight", bias="wg.bias", normalise=True, cast=LOGITS)
 HY_ROUTER = Router(
-    "mlp.gate", logits=FLOAT32, score=SIGMOID, correction=f"mlp.{_BIAS}", normalise=True, eps=1e-20,
-    scale="router_scaling_factor", in_order=False,
-)  # fmt: skip
+    "mlp.gate",
+    logits=FLOAT32,
+    score=SIGMOID,
+    correction=f"mlp.{_BIAS}",
+    normalise=True,
+    eps=1e-20,
+    scale="router_scaling_factor",
+    in_order=False,
+)
 AFMOE_ROUTER = Router(
-    "mlp.router", weight="gate.weight", logits=WIDENED, score=SIGMOID, correction="mlp.expert_bias", normalise=True,
-    eps=1e-20, scale="route_scale",
-)  # fmt: skip
+    "mlp.router",
+    weight="gate.weight",
+    logits=WIDENED,
+    score=SIGMOID,
+    correction="mlp.expert_bias",
+    normalise=True,
+    eps=1e-20,
+    scale="route_scale",
+)
 LAGUNA_ROUTER = Router(
-    "mlp.gate", logits=WIDENED, score=SIGMOID, correction=f"mlp.gate.{_BIAS}", normalise=True,
-    cap="router_logit_softcapping", cast=ACTIVATIONS,
-)  # fmt: skip
+    "mlp.gate",
+    logits=WIDENED,
+    score=SIGMOID,
+    correction=f"mlp.gate.{_BIAS}",
+    normalise=True,
+    cap="router_logit_softcapping",
+    cast=ACTIVATIONS,
+)
 KOLIBRI_ROUTER = Router(
-    "mlp.gate", logits=FLOAT32, score=None, correction=f"mlp.gate.{_BIAS}", weights=SIGMOID_OF_SCORES,
+    "mlp.gate",
+    logits=FLOAT32,
+    score=None,
+    correction=f"mlp.gate.{_BIAS}",
+    weights=SIGMOID_OF_SCORES,
     normalise="norm_topk_prob",
-)  # fmt: skip
+)
 # Cohere2-MoE chooses by logits and weighs by one of two functions of those.
 COHERE_SOFTMAX_ROUTER = Router("mlp.gate", score=None, weights=SOFTMAX_OF_SCORES, cast=ACTIVATIONS)
 COHERE_SIGMOID_ROUTER = Router(
@@ -204,7 +229,7 @@ QWEN3_VL_MOE = QWEN3.but(
     mlp=MoE(replace(QWEN_ROUTER, normalise=True), dense=_gated("mlp")),
 )
 QWEN3_OMNI_THINKER = QWEN3_MOE.but(
-    layer=_M + "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer",
+    layer=_M + "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer"
 )
 GLM4V_MOE = LLAMA.but(layer=_M + "glm4v_moe.modeling_glm4v_moe.Glm4vMoeTextDecoderLayer", mlp=_DEEPSEEK_MOE)
 _DEEPSEEK_OCR2 = LLAMA.but(

@@ -138,7 +138,4 @@ def _norm(binder: Binder, path: str, name: str, widths: tuple[int, ...]) -> Norm
 LTX_ATTENTION = NormedAttention(f"{_LTX}VideoAttnProcessor", "image_rotary_emb")
 WAN_ATTENTION = NormedAttention(f"{_WAN}AttnProcessor", "rotary_emb", masks=False)
 HUNYUAN_ATTENTION = NormedAttention(HUNYUAN, "image_rotary_emb", text_cos_sin=True)
-MODULES = (
-    ModuleSpec(f"{_LTX}Attention", LTX_ATTENTION),
-    ModuleSpec(f"{_WAN}Attention", WAN_ATTENTION),
-)
+MODULES = (ModuleSpec(f"{_LTX}Attention", LTX_ATTENTION), ModuleSpec(f"{_WAN}Attention", WAN_ATTENTION))

@@ -25,8 +25,10 @@ ZERO, ZERO_X, CONTINUOUS = "AdaLayerNormZero", "SD35AdaLayerNormZeroX", "AdaLaye
 SINGLE, SHIFT = "AdaLayerNormZeroSingle", "AdaLayerNormShift"
 _PLACES: Mapping[str, str] = {SHIFT: "diffusers.models.transformers.hunyuan_transformer_2d."}
 NORMS: Mapping[str, str] = {
-    "torch.nn.modules.normalization.LayerNorm": LAYER, f"{_NORMS}FP32LayerNorm": LAYER, f"{_NORMS}RMSNorm": RMS,
-}  # fmt: skip
+    "torch.nn.modules.normalization.LayerNorm": LAYER,
+    f"{_NORMS}FP32LayerNorm": LAYER,
+    f"{_NORMS}RMSNorm": RMS,
+}
 # Vectors that the linear of each modulation makes: shift, scale and gate of attention, then of the MLP, then of the
 # second attention; CONTINUOUS makes scale and shift; SHIFT makes one, for a norm with weights.
 VECTORS: Mapping[str, int] = {ZERO: 6, ZERO_X: 9, CONTINUOUS: 2, SINGLE: 3, SHIFT: 1}

@@ -62,9 +62,13 @@ def bind_conv(binder: Binder, path: str, name: str, kernel: int) -> ConvShape:
         binder.differ(f"{path} is a {type(conv).__name__}, not a Conv2d")
         return ConvShape(1, 1, kernel, False)
     wanted = {
-        "kernel_size": (kernel, kernel), "stride": (1, 1), "padding": (kernel // 2, kernel // 2), "dilation": (1, 1),
-        "groups": 1, "padding_mode": "zeros",
-    }  # fmt: skip
+        "kernel_size": (kernel, kernel),
+        "stride": (1, 1),
+        "padding": (kernel // 2, kernel // 2),
+        "dilation": (1, 1),
+        "groups": 1,
+        "padding_mode": "zeros",
+    }
     for setting, value in wanted.items():
         if getattr(conv, setting) != value:
             binder.differ(f"{path}.{setting} is {getattr(conv, setting)}, not {value}")

@@ -63,8 +63,7 @@ Ranks = Annotated[
     int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")
 ]
 ExpertRanks = Annotated[
-    int | None,
-    typer.Option("--ep", min=1, help="Ranks that divide the experts of mixtures; with --tp: tp * ep ranks."),
+    int | None, typer.Option("--ep", min=1, help="Ranks that divide the experts of mixtures; with --tp: tp * ep ranks.")
 ]
 Seed = Annotated[
     int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="With --sample: the same seed gives the same text.")

@@ -53,10 +53,16 @@ def _launch(size: int, command: list[str]) -> None:
     logging.disable(logging.CRITICAL)  # the launcher would log a screenful for each error
     with tempfile.TemporaryDirectory(prefix="infuse-ranks-") as folder:
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=size, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", local_addr="localhost",
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            run_id=uuid.uuid4().hex,
+            max_restarts=0,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "log"))),
-        )  # fmt: skip
+        )
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:

@@ -21,9 +21,15 @@ from infuse.engine import InferenceEngine, init_inference
 from infuse.errors import ConfigError
 
 __all__ = [
-    "DeepSpeedInferenceConfig", "InferenceEngine", "OnDevice", "add_config_arguments", "default_inference_config",
-    "init_distributed", "init_inference", "module_inject",
-]  # fmt: skip
+    "DeepSpeedInferenceConfig",
+    "InferenceEngine",
+    "OnDevice",
+    "add_config_arguments",
+    "default_inference_config",
+    "init_distributed",
+    "init_inference",
+    "module_inject",
+]
 
 DeepSpeedInferenceConfig = InferenceConfig
 

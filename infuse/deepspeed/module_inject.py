@@ -17,9 +17,13 @@ from infuse.errors import ConfigError, NotAvailable
 from infuse.unknown.roles import row_names
 
 __all__ = [
-    "AutoTP", "GroupQuantizer", "ReplaceWithTensorSlicing", "generic_injection", "get_transformer_name",
+    "AutoTP",
+    "GroupQuantizer",
+    "ReplaceWithTensorSlicing",
+    "generic_injection",
+    "get_transformer_name",
     "replace_transformer_layer",
-]  # fmt: skip
+]
 
 
 class ReplaceWithTensorSlicing:

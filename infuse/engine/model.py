@@ -64,9 +64,14 @@ def planned(
 
 
 def prepared(
-    model: nn.Module, settings: InferenceConfig, group: Group, mesh: Mesh, progress: Progress | None,
-    decided: Plan | None = None, calls: Mapping[str, Call] | None = None,
-) -> Prepared:  # fmt: skip
+    model: nn.Module,
+    settings: InferenceConfig,
+    group: Group,
+    mesh: Mesh,
+    progress: Progress | None,
+    decided: Plan | None = None,
+    calls: Mapping[str, Call] | None = None,
+) -> Prepared:
     """Decide, unless `decided` is given, and prove the replacements in a live `model`, and place it.
 
     `calls`: calls of its modules, by path, recorded in a step of its pipeline.

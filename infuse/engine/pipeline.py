@@ -166,9 +166,14 @@ class PipelineEngine:
 
 
 def _proven(
-    pipe: Any, models: Mapping[str, nn.Module], plans: Mapping[str, Plan], settings: InferenceConfig, group: Group,
-    mesh: Mesh, progress: Progress | None,
-) -> tuple[dict[str, Prepared], str]:  # fmt: skip
+    pipe: Any,
+    models: Mapping[str, nn.Module],
+    plans: Mapping[str, Plan],
+    settings: InferenceConfig,
+    group: Group,
+    mesh: Mesh,
+    progress: Progress | None,
+) -> tuple[dict[str, Prepared], str]:
     """Prove all models' plans on calls that the pipeline makes, compare its images, and describe the outcome.
 
     If the pipeline cannot run by itself, the inputs are made from each model's config.

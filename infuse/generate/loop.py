@@ -39,9 +39,14 @@ UPDATE = "_update_model_kwargs_for_generation"  # not called before a step that 
 _PREPARE = "prepare_inputs_for_generation"  # likewise
 # Methods that transformers' loops call and ours do not, or not in each step: these must be GenerationMixin's own.
 _OF_LOOPS = (
-    "_sample", "_assisted_decoding", "_prefill", "_has_unfinished_sequences", "_optimize_model_for_decode",
-    "_get_candidate_generator", "_valid_auto_compile_criteria",
-)  # fmt: skip
+    "_sample",
+    "_assisted_decoding",
+    "_prefill",
+    "_has_unfinished_sequences",
+    "_optimize_model_for_decode",
+    "_get_candidate_generator",
+    "_valid_auto_compile_criteria",
+)
 # What this version of transformers calls the cache in arguments and results of its loops.
 CACHE_NAME = cache_argument(GenerationMixin.prepare_inputs_for_generation) or FORMER
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.

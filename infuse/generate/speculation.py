@@ -46,10 +46,16 @@ def speculate(
     mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
     model._validate_generation_mode(mode, generation_config, arguments)
     generator = make_generator(
-        model, input_ids, logits_processor, generation_config=generation_config, inputs_tensor=inputs_tensor,
-        model_kwargs=model_kwargs, assistant_model=arguments.get("assistant_model"),
-        target_tokenizer=arguments.get("tokenizer"), assistant_tokenizer=arguments.get("assistant_tokenizer"),
-    )  # fmt: skip
+        model,
+        input_ids,
+        logits_processor,
+        generation_config=generation_config,
+        inputs_tensor=inputs_tensor,
+        model_kwargs=model_kwargs,
+        assistant_model=arguments.get("assistant_model"),
+        target_tokenizer=arguments.get("tokenizer"),
+        assistant_tokenizer=arguments.get("assistant_tokenizer"),
+    )
     limit_tokens, ends, asked = ends_of(stopping_criteria)
     search = _Search(model, input_ids, model_kwargs, limit_tokens, logits_processor, generation_config, group)
     done = False
@@ -72,9 +78,15 @@ class _Search:
     scores_BNV: Tensor  # float32, of the last step
 
     def __init__(
-        self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], limit_tokens: int | None, processors: Any,
-        config: Any, group: Group,
-    ):  # fmt: skip
+        self,
+        model: Any,
+        input_ids: Tensor,
+        kwargs: dict[str, Any],
+        limit_tokens: int | None,
+        processors: Any,
+        config: Any,
+        group: Group,
+    ):
         self.ids, self._limit_tokens, self._config, self._group = input_ids, limit_tokens, config, group
         self._steps = Steps(model, input_ids, kwargs, limit_tokens, speculates=True)
         self._cache, self._processed = cache_in(kwargs), Processed(processors)

@@ -97,6 +97,4 @@ class BucketPool:
             self.idle.clear()
 
     def __reduce__(self) -> tuple:  # a copy starts without buckets
-        return type(self), (
-            self.backend, self.limit_bytes, self.limit_tokens, self._weights, self.group, self.format
-        )  # fmt: skip
+        return type(self), (self.backend, self.limit_bytes, self.limit_tokens, self._weights, self.group, self.format)

@@ -24,9 +24,9 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _BASES = re.compile(r"builtins|torch\.|transformers\.(?!models\.)")
 _NO_MODELS = frozenset({"builtins", "torch.nn.modules.module"})
 # The arguments that a block computes with, under the names that families use.
-SERVED = frozenset({
-    "attention_mask", *CACHE_NAMES, "position_embeddings", "position_ids", "is_causal", "output_attentions",
-})  # fmt: skip
+SERVED = frozenset(
+    {"attention_mask", *CACHE_NAMES, "position_embeddings", "position_ids", "is_causal", "output_attentions"}
+)
 # Arguments that do not change what a layer computes. Names that start with "output_" do not either.
 NEUTRAL = frozenset({
     "use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",

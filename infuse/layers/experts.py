@@ -161,11 +161,7 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
     named: NamedExperts | None = None
 
     def __init__(
-        self,
-        shape: ExpertsShape,
-        formats: Mapping[str, str],
-        bodies: Mapping[str, str],
-        combine: Combine | None = None,
+        self, shape: ExpertsShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None
     ):
         super().__init__()
         self.shape, self.num_experts, self._combine = shape, shape.count, combine

@@ -89,8 +89,11 @@ def hookable(model: nn.Module, replaced: Sequence[str]) -> dict[str, str | None]
     for path, module, config in named:
         if hasattr(module, "set_attn_implementation"):
             owners.setdefault(id(config), (path, module))
-    using = {id(config) for path, module, config in named if hasattr(module, "is_causal") and _is_sdpa(config)
-             and not f"{path}.".startswith(inside)}  # fmt: skip
+    using = {
+        id(config)
+        for path, module, config in named
+        if hasattr(module, "is_causal") and _is_sdpa(config) and not f"{path}.".startswith(inside)
+    }
     reasons: dict[str, str | None] = {}
     for path, owner in (owners[key] for key in owners if key in using):
         if getattr(owner, "_supports_attention_backend", False):

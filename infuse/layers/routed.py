@@ -26,11 +26,7 @@ class Routed(Experts):
     shape: RoutedShape
 
     def __init__(
-        self,
-        shape: RoutedShape,
-        formats: Mapping[str, str],
-        bodies: Mapping[str, str],
-        combine: Combine | None = None,
+        self, shape: RoutedShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None
     ):
         super().__init__(shape, formats, bodies, combine)
         # A buffer, so that it keeps its dtype: the gate runs in float32.

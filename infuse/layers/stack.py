@@ -62,9 +62,14 @@ class StackCall(OneCall):
             return None
 
     def __init__(
-        self, before: list[nn.Module], blocks: Sequence[Any], after: list[nn.Module], calls: Sequence[StepCall],
-        attentions: Sequence[nn.Module], x_BTC: Tensor,
-    ):  # fmt: skip
+        self,
+        before: list[nn.Module],
+        blocks: Sequence[Any],
+        after: list[nn.Module],
+        calls: Sequence[StepCall],
+        attentions: Sequence[nn.Module],
+        x_BTC: Tensor,
+    ):
         self._roots = [*before, *blocks, *after]
         super().__init__(_program(before, blocks, after, x_BTC))
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype

@@ -150,10 +150,15 @@ def _routed(dtype: torch.dtype, device: torch.device, sizes: tuple) -> Iterator[
     up_rows = inner * (2 if gate.gated else 1)
     biases = (made(count * up_rows), made(count * width)) if biased else (None, None)
     words = (
-        gate.activation, "gated" if gate.gated else "", gate.limit and f"limit {gate.limit}",
-        gate.limit_after and "after", gate.up_offset and "offset", gate.first and f"first {gate.first}",
-        biased and "bias", wide and "float32 weights",
-    )  # fmt: skip
+        gate.activation,
+        "gated" if gate.gated else "",
+        gate.limit and f"limit {gate.limit}",
+        gate.limit_after and "after",
+        gate.up_offset and "offset",
+        gate.first and f"first {gate.first}",
+        biased and "bias",
+        wide and "float32 weights",
+    )
     label = " ".join((f"{tokens} tokens, {routes} of {count}, {width}x{inner}", *(word for word in words if word)))
     yield label, (made(tokens, width), index, weights), biases, gate
     if tokens > 1:  # all tokens to one expert, the others without any

@@ -16,9 +16,15 @@ from infuse.ops.op import Case, op
 
 @op("group_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? added, int groups, float eps, bool silu) -> Tensor")
 def group_norm(
-    x_BCS: Tensor, weight: Tensor | None, bias: Tensor | None, added_BC: Tensor | None, groups: int, eps: float,
-    silu: bool, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x_BCS: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    added_BC: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    out: Tensor | None = None,
+) -> Tensor:
     """act(norm(x + added) * weight + bias), over the positions of each group of channels, in x.dtype.
 
     Computed in float32 (Wu and He 2018). act is SiLU if `silu`, else nothing. weight and bias [C]. The result of a body
@@ -47,9 +53,15 @@ def _spread(of_channels: Tensor, x: Tensor) -> Tensor:
 
 @group_norm.implement("torch")
 def _group_norm_torch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, added: Tensor | None, groups: int, eps: float, silu: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    added: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     y = F.group_norm(x if added is None else x + _spread(added, x), groups, weight, bias, eps)
     y = F.silu(y, inplace=True) if silu else y
     return y if out is None else out.copy_(y)
@@ -63,9 +75,14 @@ def _like_x(x: Tensor, *_: object) -> Tensor:
 @group_norm.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for shape, groups in (
-        ((2, 32, 3, 5), 8), ((1, 96, 7, 9), 32), ((2, 40, 1, 1), 4), ((3, 6, 33), 2), ((1, 64, 12, 11), 1),
-        ((2, 20, 4, 4), 20), ((1, 160, 50, 40), 32),
-    ):  # fmt: skip
+        ((2, 32, 3, 5), 8),
+        ((1, 96, 7, 9), 32),
+        ((2, 40, 1, 1), 4),
+        ((3, 6, 33), 2),
+        ((1, 64, 12, 11), 1),
+        ((2, 20, 4, 4), 20),
+        ((1, 160, 50, 40), 32),
+    ):
         x = torch.randn(shape, dtype=dtype, device=device) * 2 + 1
         weight, bias = (torch.randn(shape[1], dtype=dtype, device=device) for _ in range(2))
         added = torch.randn(shape[0], 2 * shape[1], dtype=dtype, device=device)[:, shape[1] :]

@@ -140,9 +140,14 @@ def _neighbours(
         around = Fusion(norm, weight, shift, 1e-5, offset, act, gated, residual)
         bias = made(outputs, there=biased)
         words = (
-            norm, weighed and "weight", norm and f"offset {offset:.0f}", act, gated and "gated", biased and "bias",
+            norm,
+            weighed and "weight",
+            norm and f"offset {offset:.0f}",
+            act,
+            gated and "gated",
+            biased and "bias",
             added and "residual",
-        )  # fmt: skip
+        )
         label = " ".join((f"{rows}x{inputs}->{outputs}", *(word for word in words if word)))
         x = torch.randn(*rows, inputs, dtype=dtype, device=device)
         yield label, x * 3 + 1 if norm else x, outputs, inputs, bias, around

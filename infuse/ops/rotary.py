@@ -40,9 +40,15 @@ def rotary(x_BTND: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, interleaved: bool) 
     " bool interleaved) -> Tensor"
 )
 def rotary_append(
-    qkv_BTND: Tensor, cos: Tensor | None, sin: Tensor | None, keys_BKSD: Tensor, values_BKSD: Tensor,
-    start: int | Tensor, heads: int, interleaved: bool,
-) -> Tensor:  # fmt: skip
+    qkv_BTND: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    start: int | Tensor,
+    heads: int,
+    interleaved: bool,
+) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache at [start, start + T).
 
     Into a cache of int8, keys and values are written as rows of ops/cache_rows.py.
@@ -91,9 +97,15 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @rotary_append.implement("torch")
 def _rotary_append_torch(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int | Tensor, heads: int,
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
+    heads: int,
     interleaved: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The reference without its last copy: a body called directly may return a view."""
     kv_heads, turned = keys.shape[1], qkv
     if cos is not None and sin is not None:

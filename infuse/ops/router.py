@@ -127,15 +127,20 @@ _CASES = (
     (3, 4, 33, True, False, Routing(4, weights=SOFTMAX_OF_SCORES, score=None, cast=LOGITS)),
     (8, 128, 48, False, False, Routing(1, score=SIGMOID, scale=2.5, cast=ACTIVATIONS)),
     (2, 1, 16, False, False, Routing(1, normalise=True, least=0.5, cast=ACTIVATIONS)),
-    (5, 16, 40, True, True, Routing(
-        3, score=SIGMOID, normalise=True, eps=1e-20, scale=1.5, cast=ACTIVATIONS, in_order=False, groups=4, kept=2,
-    )),
-    (4, 12, 32, False, False, Routing(
-        2, weights=PICKED, cast=ACTIVATIONS, groups=3, kept=1, ranked_by=MAX, fill=0.0,
-    )),
+    (
+        5,
+        16,
+        40,
+        True,
+        True,
+        Routing(
+            3, score=SIGMOID, normalise=True, eps=1e-20, scale=1.5, cast=ACTIVATIONS, in_order=False, groups=4, kept=2
+        ),
+    ),
+    (4, 12, 32, False, False, Routing(2, weights=PICKED, cast=ACTIVATIONS, groups=3, kept=1, ranked_by=MAX, fill=0.0)),
     (9, 8, 64, False, False, Routing(2, cast=ACTIVATIONS)),
     (2, 6, 32, False, False, Routing(2, score=SPARSE_MIXER, jitter=0.05)),
-)  # fmt: skip
+)
 
 
 @router.cases

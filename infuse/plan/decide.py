@@ -18,13 +18,7 @@ from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
 from infuse.architectures.deepspeed import bind_routed, is_routed, routed_in
 from infuse.architectures.diffusion import module_spec
-from infuse.architectures.experts import (
-    BoundExperts,
-    ExpertsShape,
-    bind_experts,
-    experts_in,
-    is_experts,
-)
+from infuse.architectures.experts import BoundExperts, ExpertsShape, bind_experts, experts_in, is_experts
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.module import BoundModule, ModuleSpec
 from infuse.architectures.packing import Fill

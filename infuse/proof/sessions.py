@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
-from infuse.inputs.model import (
-    TOKENS,
-    RandomTensors,
-    first_tokens,
-    like,
-    model_inputs,
-    most_tokens,
-    reads_images,
-)
+from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
 from infuse.layers.cache import KVCache
 
 PADDING = 3

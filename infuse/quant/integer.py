@@ -143,9 +143,11 @@ class IntegerFormat(GroupedFormat):
 
     def _candidates(self, w_GN: torch.Tensor) -> Iterator[Grid]:
         grids = {
-            (8, True): _symmetric_int8, (4, True): _symmetric_int4, (8, False): _asymmetric_int8,
+            (8, True): _symmetric_int8,
+            (4, True): _symmetric_int4,
+            (8, False): _asymmetric_int8,
             (4, False): _asymmetric_int4,
-        }[self.bits, self.symmetric]  # fmt: skip
+        }[self.bits, self.symmetric]
         return grids(w_GN, self.scale_dtype)
 
 

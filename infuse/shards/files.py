@@ -45,9 +45,14 @@ class Bundle:
 
 
 def write_shards(
-    folder: Path, bundles: Sequence[Bundle], cuts: Mapping[str, Cut], index: Mapping[str, Any], *, group: Group,
+    folder: Path,
+    bundles: Sequence[Bundle],
+    cuts: Mapping[str, Cut],
+    index: Mapping[str, Any],
+    *,
+    group: Group,
     progress: Progress | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write this rank's tensors, cut by `cuts`, to `folder`, which is created; rank 0 writes the `index` last.
 
     A file gets its final name only when complete. If one rank fails, all raise CheckpointError and no index is written.

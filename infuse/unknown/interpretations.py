@@ -18,8 +18,13 @@ from infuse.architectures.plain import LinearShape, linear_shape
 from infuse.unknown.roles import Chain
 
 _HEAD_KEYS = (
-    "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
-)  # fmt: skip
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTH_WORDS = ("dim", "size", "width", "embed", "hidden", "inner", "channels", "d_model", "d_ff")
 _KV_WORDS = ("kv", "key_value")

@@ -180,9 +180,15 @@ def _in_memory(tensors: Mapping[str, Tensor], device: torch.device | None) -> Lo
 
 
 def keep_names(
-    new: nn.Module, old: nn.Module, path: str, fills: Iterable[Fill], *, dtype: torch.dtype, bodies: Mapping[str, str],
+    new: nn.Module,
+    old: nn.Module,
+    path: str,
+    fills: Iterable[Fill],
+    *,
+    dtype: torch.dtype,
+    bodies: Mapping[str, str],
     put: Put,
-) -> None:  # fmt: skip
+) -> None:
     """Make `new`, which replaces `old` at `path` and was filled by `fills`, save and load state dicts in `old`'s form.
 
     Each hook is set by `put(mapping, key, value)`, so that the caller can undo it.

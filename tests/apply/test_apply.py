@@ -91,9 +91,11 @@ def nbytes(module: nn.Module) -> int:
 
 
 PLAIN = [
-    (torch.float32, dict(dtype="fp32", verify="all")), (torch.bfloat16, dict(dtype="bf16", verify="sample")),
-    (torch.float32, dict(dtype="bf16", verify="sample")), (torch.float32, dict(dtype="bf16", verify="off")),
-]  # fmt: skip
+    (torch.float32, dict(dtype="fp32", verify="all")),
+    (torch.bfloat16, dict(dtype="bf16", verify="sample")),
+    (torch.float32, dict(dtype="bf16", verify="sample")),
+    (torch.float32, dict(dtype="bf16", verify="off")),
+]
 QUANTIZED = [
     (torch.bfloat16, dict(dtype="bf16", quant="int8", verify="sample")),
     (torch.bfloat16, dict(dtype="bf16", quant="int4:32:asymmetric", verify="off")),

@@ -64,13 +64,19 @@ def points(work: Callable[[], Any], count: int) -> list[int]:
 def face(model: nn.Module) -> list[tuple]:
     """What each module is made of: its class, its attributes, how many hooks it has, its tensors' dtypes."""
     return [
-        (path, type(module).__name__, sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks),
-         [
-             (name, None if p is None else p.dtype)
-             for name, p in (*module._parameters.items(), *module._buffers.items())
-         ])
+        (
+            path,
+            type(module).__name__,
+            sorted(vars(module)),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            [
+                (name, None if p is None else p.dtype)
+                for name, p in (*module._parameters.items(), *module._buffers.items())
+            ],
+        )
         for path, module in model.named_modules()
-    ]  # fmt: skip
+    ]
 
 
 def outputs(model: Any) -> torch.Tensor:

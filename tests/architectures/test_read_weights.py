@@ -20,8 +20,11 @@ from tests.models.every_architecture import tiny_config
 
 def _tiny(name: str) -> nn.Module:
     """A model by the beginning of its class's name, on meta."""
-    model = next(getattr(t, name + end) for end in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model")
-                 if hasattr(t, name + end))  # fmt: skip
+    model = next(
+        getattr(t, name + end)
+        for end in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model")
+        if hasattr(t, name + end)
+    )
     with torch.device("meta"):
         return model(tiny_config(model.config_class))
 

@@ -134,22 +134,25 @@ def test_a_renamed_module_is_missing_and_unclaimed(name: str) -> None:
     assert not differences(layer, config)
 
 
-@pytest.mark.parametrize(("name", "key", "value", "told"), [
-    ("llama", "hidden_act", "softmax2", "activation 'softmax2' is not one of"),
-    ("gpt2", "activation_function", "softmax2", "activation 'softmax2' is not one of"),
-    ("llama", "num_key_value_heads", 4, "q, k, v have 48, 24, 24 rows; 4 and 4 heads want (48, 48, 48)"),
-    ("llama", "num_attention_heads", 0, "config.num_attention_heads is 0, not a positive number"),
-    ("phi3", "num_key_value_heads", 3, "self_attn.qkv_proj has 96 rows; 4 + 2 x 3 heads do not divide them"),
-    ("granite", "residual_multiplier", ..., "config has no residual_multiplier"),
-    ("smollm3", "no_rope_layers", [], "config.no_rope_layers has no entry for layer 0"),
-    ("gpt-neo", "window_size", None, "config.window_size is None, not a positive number"),
-    ("bloom", "apply_residual_connection_post_layernorm", True, "is True; only False is understood"),
-    ("bloom", "slow_but_exact", True, "config.slow_but_exact is True; only False is understood"),
-    ("gpt-neox", "use_parallel_residual", "sometimes", "config.use_parallel_residual is 'sometimes', not True"),
-    ("granite", "residual_multiplier", None, "config.residual_multiplier is None, not a number"),
-    ("falcon-40b", "alibi", True, "config.alibi is True, not False"),
-    ("stablelm", "use_parallel_residual", None, "config.use_parallel_residual is None, not False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "key", "value", "told"),
+    [
+        ("llama", "hidden_act", "softmax2", "activation 'softmax2' is not one of"),
+        ("gpt2", "activation_function", "softmax2", "activation 'softmax2' is not one of"),
+        ("llama", "num_key_value_heads", 4, "q, k, v have 48, 24, 24 rows; 4 and 4 heads want (48, 48, 48)"),
+        ("llama", "num_attention_heads", 0, "config.num_attention_heads is 0, not a positive number"),
+        ("phi3", "num_key_value_heads", 3, "self_attn.qkv_proj has 96 rows; 4 + 2 x 3 heads do not divide them"),
+        ("granite", "residual_multiplier", ..., "config has no residual_multiplier"),
+        ("smollm3", "no_rope_layers", [], "config.no_rope_layers has no entry for layer 0"),
+        ("gpt-neo", "window_size", None, "config.window_size is None, not a positive number"),
+        ("bloom", "apply_residual_connection_post_layernorm", True, "is True; only False is understood"),
+        ("bloom", "slow_but_exact", True, "config.slow_but_exact is True; only False is understood"),
+        ("gpt-neox", "use_parallel_residual", "sometimes", "config.use_parallel_residual is 'sometimes', not True"),
+        ("granite", "residual_multiplier", None, "config.residual_multiplier is None, not a number"),
+        ("falcon-40b", "alibi", True, "config.alibi is True, not False"),
+        ("stablelm", "use_parallel_residual", None, "config.use_parallel_residual is None, not False"),
+    ],
+)
 def test_config_values_are_read_strictly(name: str, key: str, value: Any, told: str) -> None:
     wrong = []
     for _, layer, config in layers_of(on_meta(name)):
@@ -220,12 +223,15 @@ def llama_with_another_activation() -> nn.Module:
     return BY_NAME["llama"].make(hidden_act="leaky_relu")
 
 
-@pytest.mark.parametrize(("make", "left", "reason"), [
-    (llama_with_a_gain, 1, "parameter gain (1,) is not claimed"),
-    (bloom_after_norms, 3, "config.apply_residual_connection_post_layernorm is True; only False is understood"),
-    (falcon_between_the_forms, 3, "config.multi_query is False, not True"),
-    (llama_with_another_activation, 3, "activation 'leaky_relu' is not one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "left", "reason"),
+    [
+        (llama_with_a_gain, 1, "parameter gain (1,) is not claimed"),
+        (bloom_after_norms, 3, "config.apply_residual_connection_post_layernorm is True; only False is understood"),
+        (falcon_between_the_forms, 3, "config.multi_query is False, not True"),
+        (llama_with_another_activation, 3, "activation 'leaky_relu' is not one of"),
+    ],
+)
 def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, reason: str) -> None:
     """With the proof off: the completeness of the claims is what protects the output here."""
     original, model = make(), make()

@@ -14,14 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-)
+from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import infuse
 from infuse.cli import model_folder
@@ -221,7 +214,7 @@ def test_env_tells_why_there_are_no_kernels():
         "wrong type",
         "unknown activation",
         "no model",
-    ],  # fmt: skip
+    ],
 )
 def test_wrong_folders(copy, command, break_it, told):
     name, *options = command

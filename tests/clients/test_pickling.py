@@ -26,9 +26,11 @@ from tests.support.ranks import Ranks
 
 FORMATS = ["int8:16", "int8:16:a8", "int4:16:asymmetric", "fp8:16", "fp6:16"]
 CASES = [
-    *((family.name, None) for family in FAMILIES), *(("llama-bias", format) for format in FORMATS),
-    *(("gpt2", format) for format in FORMATS[1::2]), *(("bert", format) for format in FORMATS[::2]),
-]  # fmt: skip
+    *((family.name, None) for family in FAMILIES),
+    *(("llama-bias", format) for format in FORMATS),
+    *(("gpt2", format) for format in FORMATS[1::2]),
+    *(("bert", format) for format in FORMATS[::2]),
+]
 # Of each kind of layer one, and each format.
 SENT = [("llama-bias", format) for format in FORMATS]
 SENT += [(name, None) for name in ("gemma2", "gpt2", "bloom", "falcon-40b", "gpt-neo", "bert", "albert", "clip", "vit")]
@@ -149,9 +151,15 @@ def test_hooks_and_their_handles_come_along() -> None:
 
 def glm() -> nn.Module:
     config = transformers.GlmConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, head_dim=8, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        head_dim=8,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     return transformers.GlmForCausalLM(config).eval()
 

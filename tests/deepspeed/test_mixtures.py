@@ -34,9 +34,10 @@ def said(model: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.l_aux, layer.exp_counts) for layer in layers]
 
 
-@pytest.mark.parametrize(("k", "expert", "residual"), [
-    (1, ParallelMLP, False), (1, Gated, True), (2, ParallelMLP, True), (2, Gated, False), (3, ParallelMLP, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("k", "expert", "residual"),
+    [(1, ParallelMLP, False), (1, Gated, True), (2, ParallelMLP, True), (2, Gated, False), (3, ParallelMLP, False)],
+)
 def test_each_gate_and_kind_of_expert(k: int, expert: type, residual: bool) -> None:
     model = mixture(k=k, expert=expert, use_residual=residual, **CERTAIN)
     wanted, beside, state = logits(model), said(model), {name: p.clone() for name, p in model.state_dict().items()}
@@ -51,12 +52,18 @@ def test_each_gate_and_kind_of_expert(k: int, expert: type, residual: bool) -> N
         model.transformer.h[0].mlp.moe(torch.zeros(1, 2, 48), torch.ones(2))
 
 
-@pytest.mark.parametrize(("gate", "why"), [
-    ({"k": 1}, "drops tokens beyond a capacity (eval_capacity_factor=1.0), so that a token's result depends on its"),
-    ({"k": 2, "drop_tokens": False}, "it samples the second expert; moe.without_drops=True computes every token"),
-    ({"k": 2}, "depends on its batch and samples the second expert; moe.without_drops=True computes every token"),
-    ({"k": 1, "eval_capacity_factor": 6.0}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gate", "why"),
+    [
+        (
+            {"k": 1},
+            "drops tokens beyond a capacity (eval_capacity_factor=1.0), so that a token's result depends on its",
+        ),
+        ({"k": 2, "drop_tokens": False}, "it samples the second expert; moe.without_drops=True computes every token"),
+        ({"k": 2}, "depends on its batch and samples the second expert; moe.without_drops=True computes every token"),
+        ({"k": 1, "eval_capacity_factor": 6.0}, None),
+    ],
+)
 def test_what_depends_on_the_batch_or_on_chance_is_left_unless_asked(gate: dict[str, Any], why: str | None) -> None:
     plan = infuse.plan(mixture(**gate), dtype="fp32")
     assert replaced(plan) == ([] if why else PATHS)
@@ -94,9 +101,9 @@ def on_rank(tp: int, ep: int, keys: dict[str, Any]) -> tuple[Tensor, list[str], 
     return logits(engine), replaced(engine.plan), refused
 
 
-@pytest.mark.parametrize(("size", "tp", "ep", "format"), [
-    (2, 1, 2, None), (2, 2, 1, None), (3, 1, 3, "int4:8"), (4, 2, 2, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "tp", "ep", "format"), [(2, 1, 2, None), (2, 2, 1, None), (3, 1, 3, "int4:8"), (4, 2, 2, None)]
+)
 def test_over_ranks(size: int, tp: int, ep: int, format: str | None, ranks: Ranks) -> None:
     results = ranks.run(size, on_rank, tp, ep, {"quant": format} if format else {})
     engine = infuse.init_inference(mixture(**CERTAIN), dtype="fp32", progress=False, quant=format)

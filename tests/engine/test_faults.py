@@ -247,8 +247,10 @@ def resident_bytes(model: nn.Module) -> int:
 
 
 WIDE: dict[str, dict[str, Any]] = {
-    "llama": dict(hidden_size=128, intermediate_size=256), "gpt2": dict(n_embd=128), "bloom": dict(hidden_size=128),
-}  # fmt: skip
+    "llama": dict(hidden_size=128, intermediate_size=256),
+    "gpt2": dict(n_embd=128),
+    "bloom": dict(hidden_size=128),
+}
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -284,13 +286,19 @@ def test_cuda_graph_where_there_is_no_cuda_costs_nothing_but_a_word() -> None:
 # ---- KV heads, fused QKV, uneven heads ----
 
 
-@pytest.mark.parametrize(("name", "changes"), [
-    ("llama", dict(num_attention_heads=3, num_key_value_heads=1)),
-    ("llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=10)),
-    ("phi3", dict(num_attention_heads=6, num_key_value_heads=2)), ("gpt2", dict(n_head=3, n_inner=50)),
-    ("bigcode", dict(n_head=6)), ("gpt-neox", dict(num_attention_heads=3)), ("bloom", dict(n_head=3)),
-    ("falcon-40b", dict(num_attention_heads=6, num_kv_heads=3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", dict(num_attention_heads=3, num_key_value_heads=1)),
+        ("llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=10)),
+        ("phi3", dict(num_attention_heads=6, num_key_value_heads=2)),
+        ("gpt2", dict(n_head=3, n_inner=50)),
+        ("bigcode", dict(n_head=6)),
+        ("gpt-neox", dict(num_attention_heads=3)),
+        ("bloom", dict(n_head=3)),
+        ("falcon-40b", dict(num_attention_heads=6, num_kv_heads=3)),
+    ],
+)
 def test_uneven_heads_and_every_packing_of_qkv(name: str, changes: dict[str, Any]) -> None:
     original, engine = BY_NAME[name].make(**changes), injected(BY_NAME[name].make(**changes))
     given = inputs(BY_NAME[name], padding="left")
@@ -304,9 +312,15 @@ def test_uneven_heads_and_every_packing_of_qkv(name: str, changes: dict[str, Any
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", torch.int8), ("gptj", torch.float32), ("bloom", torch.bfloat16), ("albert", torch.int8),
-     ("modernbert", torch.bfloat16), ("clip", torch.int8)],
-)  # fmt: skip
+    [
+        ("llama", torch.int8),
+        ("gptj", torch.float32),
+        ("bloom", torch.bfloat16),
+        ("albert", torch.int8),
+        ("modernbert", torch.bfloat16),
+        ("clip", torch.int8),
+    ],
+)
 def test_nothing_is_left_on_meta(name: str, dtype: torch.dtype) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype=dtype)
     assert not any(tensor.is_meta for tensor in (*engine.parameters(), *engine.buffers()))

@@ -189,8 +189,9 @@ def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> N
     )
     calls.clear()
     streamer = Noting()
-    assert torch.equal(answer(engine, batch, max_new_tokens=9, **({"streamer": streamer} if batch == 1 else {})),
-                       exact[:, : 7 + 9])  # fmt: skip
+    assert torch.equal(
+        answer(engine, batch, max_new_tokens=9, **({"streamer": streamer} if batch == 1 else {})), exact[:, : 7 + 9]
+    )
     if batch == 1:
         assert streamer.given == [7, *[1] * 9] and set(calls) == {1}, "who streams gets each token when it is there"
 

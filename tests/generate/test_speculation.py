@@ -322,9 +322,14 @@ def test_accepted_candidates_are_distributed_as_the_model_says() -> None:
 def test_answers_are_distributed_as_the_model_says(kind: str) -> None:
     """Answers of two tokens of a vocabulary of five, against the products of the model's own chances."""
     config = t.LlamaConfig(
-        vocab_size=5, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        eos_token_id=None, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=5,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
     models = []
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -251,10 +251,7 @@ def test_growing_changes_the_bucket(name: str, monkeypatch: pytest.MonkeyPatch) 
         same(name, engine, **padded(name), max_new_tokens=110, **mode)
     kept = engine.module._infuse.buckets.idle
     captures = len(backend.captures)
-    assert [bucket.capacity_tokens for bucket in kept] == [
-        64,
-        128,
-    ] and captures == 2
+    assert [bucket.capacity_tokens for bucket in kept] == [64, 128] and captures == 2
     same(name, engine, **padded(name), max_new_tokens=20)
     assert len(backend.captures) == captures, "the small bucket is as good as before"
 

@@ -262,10 +262,14 @@ def test_arguments_changed_in_place() -> None:
     assert torch.equal(x, torch.full((2,), 5.0))
 
 
-@pytest.mark.parametrize("function, argument", [
-    (lambda c: c.get_seq_length(), DynamicCache()), (lambda x: object, torch.ones(1)),
-    (lambda x: (x, DynamicCache()), torch.ones(1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function, argument",
+    [
+        (lambda c: c.get_seq_length(), DynamicCache()),
+        (lambda x: object, torch.ones(1)),
+        (lambda x: (x, DynamicCache()), torch.ones(1)),
+    ],
+)
 def test_what_a_key_cannot_describe_runs_as_it_is(function: Callable, argument: Any) -> None:
     backend, graphs = FakeBackend(), GraphRunner(function, FakeBackend())
     with warnings.catch_warnings():

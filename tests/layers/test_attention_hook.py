@@ -60,9 +60,13 @@ def kept(model: Any) -> Any:
 def paligemma(text: Any) -> Any:
     torch.manual_seed(0)
     config = t.PaliGemmaConfig(
-        text_config=text, vision_config=t.SiglipVisionConfig(**VISION), image_token_index=95,
-        projection_dim=48, hidden_size=48, vocab_size=96,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=t.SiglipVisionConfig(**VISION),
+        image_token_index=95,
+        projection_dim=48,
+        hidden_size=48,
+        vocab_size=96,
+    )
     model = t.PaliGemmaForConditionalGeneration(config).eval()
     enlarge(model)
     return model
@@ -285,10 +289,21 @@ def test_queries_that_gemma4_unified_drops_on_a_static_cache() -> None:
 @pytest.mark.parametrize("stay", [False, True])
 def test_a_tower_that_hears_keeps_its_attention(stay: bool) -> None:
     """Gemma 4's has its own, which takes no masks of another implementation: each call raised."""
-    text = t.Gemma4TextConfig(**TEXT, global_head_dim=12, vocab_size_per_layer_input=96, hidden_size_per_layer_input=0,
-                              sliding_window=16, layer_types=["sliding_attention", "full_attention"])  # fmt: skip
-    audio = t.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, output_proj_dims=48,
-                                subsampling_conv_channels=[16, 8])  # fmt: skip
+    text = t.Gemma4TextConfig(
+        **TEXT,
+        global_head_dim=12,
+        vocab_size_per_layer_input=96,
+        hidden_size_per_layer_input=0,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    audio = t.Gemma4AudioConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        output_proj_dims=48,
+        subsampling_conv_channels=[16, 8],
+    )
     config = t.Gemma4Config(
         text_config=text, audio_config=audio, audio_token_id=95, image_token_id=94, video_token_id=93
     )

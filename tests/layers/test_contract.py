@@ -216,9 +216,13 @@ def test_layers_that_stay_fill_a_static_cache_as_before(name: str) -> None:
 
 
 SETTLED: dict[str, float] = {
-    "self_attn.scaling": 0.5, "self_attn.layer_idx": 0, "self_attn.is_causal": False, "mlp.router.top_k": 1,
-    "mlp.top_k": 1, "mlp.experts.num_experts": 2,
-}  # fmt: skip
+    "self_attn.scaling": 0.5,
+    "self_attn.layer_idx": 0,
+    "self_attn.is_causal": False,
+    "mlp.router.top_k": 1,
+    "mlp.top_k": 1,
+    "mlp.experts.num_experts": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -246,9 +250,12 @@ _TEXT = dict(GQA, num_hidden_layers=2)
 
 def video_llava() -> tuple[Any, dict[str, Any]]:
     config = t.VideoLlavaConfig(
-        text_config=t.LlamaConfig(**_TEXT), vision_config=t.CLIPVisionConfig(**_PICTURES), image_token_index=95,
-        video_token_index=94, image_seq_length=4,
-    )  # fmt: skip
+        text_config=t.LlamaConfig(**_TEXT),
+        vision_config=t.CLIPVisionConfig(**_PICTURES),
+        image_token_index=95,
+        video_token_index=94,
+        image_seq_length=4,
+    )
     ids = torch.randint(3, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     ids[:, 1:41] = 94
     videos = torch.randn(1, 8, 3, 16, 16, generator=torch.Generator().manual_seed(2))
@@ -262,9 +269,11 @@ def janus() -> tuple[Any, dict[str, Any]]:
         latent_channels=8, projection_dim=48, image_token_embed_dim=48, num_hidden_layers=2, hidden_size=48,
     )  # fmt: skip
     config = t.JanusConfig(
-        text_config=t.LlamaConfig(**_TEXT), vision_config=t.JanusVisionConfig(**sizes),
-        vq_config=t.JanusVQVAEConfig(**codes), image_token_id=95,
-    )  # fmt: skip
+        text_config=t.LlamaConfig(**_TEXT),
+        vision_config=t.JanusVisionConfig(**sizes),
+        vq_config=t.JanusVQVAEConfig(**codes),
+        image_token_id=95,
+    )
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1))
     ids[:, 1:5] = 95
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(2))

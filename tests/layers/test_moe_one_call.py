@@ -30,9 +30,12 @@ from tests.support.tolerance import assert_near
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Why blocks of these families run part by part.
 PART_BY_PART = {
-    "phimoe": "sparse mixer", "hunyuan-moe": "norms after the rotation",
-    "afmoe": "output gate", "laguna": "output gate", "laguna-channels": "output gate",
-}  # fmt: skip
+    "phimoe": "sparse mixer",
+    "hunyuan-moe": "norms after the rotation",
+    "afmoe": "output gate",
+    "laguna": "output gate",
+    "laguna-channels": "output gate",
+}
 DECODERS = [family for family in MIXTURES if family.model.__name__.endswith("ForCausalLM")]
 
 

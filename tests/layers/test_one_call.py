@@ -162,9 +162,7 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
         "q_norm", "k_norm", "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
     }  # fmt: skip
     refused = {"clip", "whole", "head_counts", "causal", "norm_after", "gate"}  # by Attention.native and Norm.native
-    sizes_and_names = {
-        "name", "hidden", "inner", "width", "copies", "first_head", "inverted_mask", "replaces",
-    }  # fmt: skip
+    sizes_and_names = {"name", "hidden", "inner", "width", "copies", "first_head", "inverted_mask", "replaces"}
     # Asked, an argument; what other attention functions are given; calls for weights go part by part.
     by_call = {"position", "window", "passes", "sinks_in_weights"}
     for shape in (AttentionShape, MLPShape, NormShape):

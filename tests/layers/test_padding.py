@@ -71,9 +71,13 @@ def test_hidden_states_and_attentions_of_padding_are_the_originals() -> None:
 
 @pytest.mark.parametrize(
     ("name", "side", "attention"),
-    [("bert", "right", "sdpa"), ("bert", "left", "eager"), ("distilbert", "right", "eager"),
-     ("distilbert", "left", "sdpa")],
-)  # fmt: skip
+    [
+        ("bert", "right", "sdpa"),
+        ("bert", "left", "eager"),
+        ("distilbert", "right", "eager"),
+        ("distilbert", "left", "sdpa"),
+    ],
+)
 def test_padding_is_not_computed_where_it_is_to_be_skipped(name: str, side: str, attention: str) -> None:
     original = BY_NAME[name].make(attn_implementation=attention)
     model = infuse.init_inference(

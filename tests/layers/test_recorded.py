@@ -109,10 +109,15 @@ def test_model_whose_config_asks_always() -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("llama", dict(num_beams=3)), ("gpt2", dict(do_sample=True)), ("bloom", dict()), ("falcon-7b", dict(num_beams=3)),
-     ("gptj", dict(do_sample=True))],
+    [
+        ("llama", dict(num_beams=3)),
+        ("gpt2", dict(do_sample=True)),
+        ("bloom", dict()),
+        ("falcon-7b", dict(num_beams=3)),
+        ("gptj", dict(do_sample=True)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_generate(name: str, mode: dict[str, Any]) -> None:
     original, engine = pair(name)
     given = inputs(BY_NAME[name])  # not padded: attentions of padded queries mean nothing

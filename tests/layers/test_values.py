@@ -208,9 +208,13 @@ def test_a_mask_over_other_keys(name: str, kind: torch.dtype, cached: str) -> No
 # ---- inputs in other dtypes and shapes ----
 
 WIDTHS = dict(
-    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     vocab_size=300,
-)  # fmt: skip
+)
 MADE: dict[str, Any] = {
     "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**WIDTHS)),
     "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(num_local_experts=4, **WIDTHS)),
@@ -218,9 +222,11 @@ MADE: dict[str, Any] = {
     "electra": lambda: t.ElectraModel(t.ElectraConfig(embedding_size=128, **{**WIDTHS, "num_key_value_heads": None})),
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "blocks": {}, "linears": dict(replace_with_kernel_inject=False), "int8": dict(quant="int8"),
+    "blocks": {},
+    "linears": dict(replace_with_kernel_inject=False),
+    "int8": dict(quant="int8"),
     "int8 linears": dict(quant="int8", replace_with_kernel_inject=False),
-}  # fmt: skip
+}
 
 
 def both(name: str, dtype: torch.dtype, **settings: Any) -> tuple[Any, Any]:

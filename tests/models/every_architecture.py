@@ -138,9 +138,13 @@ def architectures() -> dict[str, tuple[type, type]]:
     """
     away = not_tiny()
     found: dict[str, tuple[type, type]] = {}
-    for names in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-                  auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-                  auto.MODEL_MAPPING_NAMES):  # fmt: skip
+    for names in (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_MAPPING_NAMES,
+    ):
         for kind, name in names.items():
             if kind in found or kind in away:  # not even imported
                 continue

@@ -356,10 +356,7 @@ MIXTURES = [
         t.Cohere2MoeConfig,
         t.Cohere2MoeForCausalLM,
         values=dict(
-            _COHERE2_MOE,
-            rms_norm_eps=1e-5,
-            expert_selection_fn="sigmoid",
-            shared_expert_combination_strategy="sum",
+            _COHERE2_MOE, rms_norm_eps=1e-5, expert_selection_fn="sigmoid", shared_expert_combination_strategy="sum"
         ),
     ),
     Family(

@@ -40,9 +40,15 @@ NOT_ROUTED = {
 
 
 _QWEN_VISION = dict(
-    depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=48, num_position_embeddings=16,
-    deepstack_visual_indexes=[0], patch_size=8,
-)  # fmt: skip
+    depth=1,
+    hidden_size=32,
+    num_heads=2,
+    intermediate_size=32,
+    out_hidden_size=48,
+    num_position_embeddings=16,
+    deepstack_visual_indexes=[0],
+    patch_size=8,
+)
 
 
 _IDS = dict(vision_start_token_id=90, vision_end_token_id=91, image_token_id=92, video_token_id=93)
@@ -132,10 +138,12 @@ WIDE_EXPERTS: dict[str, Any] = dict(GQA, num_experts_per_tok=2, moe_intermediate
 OVER_RANKS = {
     "mixtral": Family("mixtral", t.MixtralConfig, t.MixtralForCausalLM, values=dict(WIDE_EXPERTS, num_local_experts=5)),
     "qwen2_moe": Family(
-        "qwen2_moe", t.Qwen2MoeConfig, t.Qwen2MoeForCausalLM,
+        "qwen2_moe",
+        t.Qwen2MoeConfig,
+        t.Qwen2MoeForCausalLM,
         values=dict(WIDE_EXPERTS, num_experts=4, shared_expert_intermediate_size=32),
     ),
     "gpt_oss": Family(
-        "gpt_oss", t.GptOssConfig, t.GptOssForCausalLM, values=dict(WIDE_EXPERTS, head_dim=12, num_local_experts=4),
+        "gpt_oss", t.GptOssConfig, t.GptOssForCausalLM, values=dict(WIDE_EXPERTS, head_dim=12, num_local_experts=4)
     ),
-}  # fmt: skip
+}

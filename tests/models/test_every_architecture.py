@@ -57,9 +57,7 @@ def calls(model: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     yield "no cache", lambda m: generated(m, full, use_cache=False)
 
 
-_STATIC: Mapping[str, Any] = {
-    "cache_implementation": "static", "output_logits": True, "return_dict_in_generate": True
-}  # fmt: skip
+_STATIC: Mapping[str, Any] = {"cache_implementation": "static", "output_logits": True, "return_dict_in_generate": True}
 
 
 def generated(model: Any, given: Mapping[str, Tensor], **settings: Any) -> Any:

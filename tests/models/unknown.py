@@ -124,9 +124,14 @@ class Unknown(nn.Module):
 
 
 MAKERS: dict[str, Any] = {
-    "blocks": lambda: Fused("blocks"), "per head": lambda: Fused("per head"), "per group": lambda: Fused("per group"),
-    "grouped": lambda: Apart(), "one key head": lambda: Apart(1), "fixed": lambda: Fixed(), "normed": lambda: Normed(),
-}  # fmt: skip
+    "blocks": lambda: Fused("blocks"),
+    "per head": lambda: Fused("per head"),
+    "per group": lambda: Fused("per group"),
+    "grouped": lambda: Apart(),
+    "one key head": lambda: Apart(1),
+    "fixed": lambda: Fixed(),
+    "normed": lambda: Normed(),
+}
 
 
 def make(name: str) -> Unknown:

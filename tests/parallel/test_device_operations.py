@@ -164,10 +164,15 @@ def test_ranks_that_give_up_after_other_sums_are_lost(ranks: Ranks) -> None:
 # ---- where there are no graphs
 
 
-@pytest.mark.parametrize("nccl, exchange, device, why", [
-    (True, "cpu", "cuda", ""), (True, "cuda", "cuda", "NCCL alone"), (True, "cpu", "cpu", "waits on the host"),
-    (False, "cpu", "cuda", "waits on the host"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nccl, exchange, device, why",
+    [
+        (True, "cpu", "cuda", ""),
+        (True, "cuda", "cuda", "NCCL alone"),
+        (True, "cpu", "cpu", "waits on the host"),
+        (False, "cpu", "cuda", "waits on the host"),
+    ],
+)
 def test_why_operations_cannot_be_captured(nccl: bool, exchange: str, device: str, why: str) -> None:
     distributed: Any = SimpleNamespace(
         rank=0, size=2, nccl=nccl, name="nccl" if nccl else "gloo", device=torch.device(exchange, 0)

@@ -112,21 +112,29 @@ def test_layers_without_experts_are_sliced_by_tp_size_alone(
     assert all(found == dense and f"of {size}; experts on {ep}" in text for found, text, _ in results)
 
 
-@pytest.mark.parametrize(("counts", "slices", "text"), [
-    ([32] * 4, 1, "32 of 128 experts on a rank"),
-    ([64] * 2, 2, "64 of 128 experts on a rank in 2 slices"),
-    ([8], 4, "each expert in 4 slices"),
-    ([3, 3, 2], 1, "2 or 3 of 8 experts on a rank"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counts", "slices", "text"),
+    [
+        ([32] * 4, 1, "32 of 128 experts on a rank"),
+        ([64] * 2, 2, "64 of 128 experts on a rank in 2 slices"),
+        ([8], 4, "each expert in 4 slices"),
+        ([3, 3, 2], 1, "2 or 3 of 8 experts on a rank"),
+    ],
+)
 def test_the_share_of_experts_in_words(counts: list[int], slices: int, text: str) -> None:
     assert share_text(counts, slices) == text
 
 
-@pytest.mark.parametrize(("keys", "text"), [
-    ({"moe": {"num_experts": 8}}, "found 8; MixtralForCausalLM has 5 in model.layers.{0-2}.mlp.experts"),
-    ({"moe_experts": [5, 4, 5]}, "found [5, 4, 5]; MixtralForCausalLM has 5 in"),
-    ({"moe_experts": [5, 5, 5]}, None), ({"moe": {"num_experts": 5}}, None), ({"moe": {"num_experts": [1]}}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"moe": {"num_experts": 8}}, "found 8; MixtralForCausalLM has 5 in model.layers.{0-2}.mlp.experts"),
+        ({"moe_experts": [5, 4, 5]}, "found [5, 4, 5]; MixtralForCausalLM has 5 in"),
+        ({"moe_experts": [5, 5, 5]}, None),
+        ({"moe": {"num_experts": 5}}, None),
+        ({"moe": {"num_experts": [1]}}, None),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_numbers_of_experts_are_the_models(keys: dict[str, Any], text: str | None) -> None:
     model = OVER_RANKS["mixtral"].make()

@@ -36,9 +36,11 @@ def on_rank(name: str, tp: int, ep: int, keys: dict[str, Any]) -> tuple[Tensor, 
     tokens = engine.generate(given(), max_new_tokens=6, do_sample=False)
     depths = Counter(step.depth for step in engine.plan.steps)
     experts = [
-        tensor for module in model.modules() if type(module).__name__ == "Experts"
+        tensor
+        for module in model.modules()
+        if type(module).__name__ == "Experts"
         for tensor in (*module.parameters(), *module.buffers())
-    ]  # fmt: skip
+    ]
     refused = "; ".join(f"{left.path}: {left.why}" for left in engine.plan.left if left.why.startswith("refused"))
     return logits, tokens, dict(depths), sum(tensor.nbytes for tensor in experts), refused
 
@@ -46,10 +48,16 @@ def on_rank(name: str, tp: int, ep: int, keys: dict[str, Any]) -> tuple[Tensor, 
 WAYS = {"experts": (2, 1, 2), "width": (2, 2, 1), "within": (2, 2, 2), "three": (3, 1, 3), "both": (4, 2, 2)}
 
 
-@pytest.mark.parametrize(("name", "way"), [
-    *((name, way) for name in OVER_RANKS for way in ("experts", "both")),
-    ("mixtral", "width"), ("mixtral", "within"), ("mixtral", "three"), ("gpt_oss", "width"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in OVER_RANKS for way in ("experts", "both")),
+        ("mixtral", "width"),
+        ("mixtral", "within"),
+        ("mixtral", "three"),
+        ("gpt_oss", "width"),
+    ],
+)
 def test_ranks_give_what_one_process_gives(name: str, way: str, ranks: Ranks) -> None:
     size, tp, ep = WAYS[way]
     results = ranks.run(size, on_rank, name, tp, ep, {})
@@ -72,9 +80,10 @@ def whole(name: str, **keys: Any) -> Tensor:
         return engine(given()).logits
 
 
-@pytest.mark.parametrize(("name", "way", "format"), [
-    ("mixtral", "experts", "int8:8"), ("gpt_oss", "both", "int4:8"), ("mixtral", "width", "int4:8:asymmetric"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "way", "format"),
+    [("mixtral", "experts", "int8:8"), ("gpt_oss", "both", "int4:8"), ("mixtral", "width", "int4:8:asymmetric")],
+)
 def test_quantized_parts_are_parts_of_the_quantized(name: str, way: str, format: str, ranks: Ranks) -> None:
     """Groups of 8 lie within each rank's part, so codes and scales are those of one process."""
     size, tp, ep = WAYS[way]
@@ -103,17 +112,25 @@ def loads(name: str, way: str, folder: str, more: dict[str, Any]) -> tuple[Tenso
 # The same ranks as saved, one rank, and ranks that share experts along the same axis.
 DEGREES = [
     *(("mixtral", "both", reader, {"quant": "int8:8"}) for reader in ("both", "one")),
-    ("mixtral", "one", "both", {}), ("mixtral", "one", "width", {"quant": "int4:8:asymmetric"}),
-    ("gpt_oss", "both", "both", {"quant": "int4:8"}), ("gpt_oss", "both", "one", {"quant": "int4:8"}),
-    ("gpt_oss", "width", "width", {}), ("gpt_oss", "width", "one", {}), ("mixtral", "within", "experts", {}),
-    ("mixtral", "experts", "experts", {"quant": "int8:8"}), ("mixtral", "experts", "one", {"quant": "int8:8"}),
-    ("qwen2_moe", "three", "experts", {}), ("mixtral", "three", "one", {"quant": "int4:8:asymmetric"}),
-]  # fmt: skip
+    ("mixtral", "one", "both", {}),
+    ("mixtral", "one", "width", {"quant": "int4:8:asymmetric"}),
+    ("gpt_oss", "both", "both", {"quant": "int4:8"}),
+    ("gpt_oss", "both", "one", {"quant": "int4:8"}),
+    ("gpt_oss", "width", "width", {}),
+    ("gpt_oss", "width", "one", {}),
+    ("mixtral", "within", "experts", {}),
+    ("mixtral", "experts", "experts", {"quant": "int8:8"}),
+    ("mixtral", "experts", "one", {"quant": "int8:8"}),
+    ("qwen2_moe", "three", "experts", {}),
+    ("mixtral", "three", "one", {"quant": "int4:8:asymmetric"}),
+]
 ACROSS = [
     *(("mixtral", "both", reader, {"quant": "int8:8"}) for reader in ("experts", "width", "within")),
-    ("qwen2_moe", "experts", "both", {}), ("gpt_oss", "width", "both", {}),
-    ("mixtral", "experts", "width", {"quant": "int8:8"}), ("mixtral", "width", "experts", {}),
-]  # fmt: skip
+    ("qwen2_moe", "experts", "both", {}),
+    ("gpt_oss", "width", "both", {}),
+    ("mixtral", "experts", "width", {"quant": "int8:8"}),
+    ("mixtral", "width", "experts", {}),
+]
 AXES = {"experts": "its outputs", "within": "its outputs", "width": "its inputs", "both": "its inputs and by experts"}
 
 
@@ -123,9 +140,11 @@ def test_shards_are_read_by_other_ranks_than_wrote_them(
 ) -> None:
     """Quantized and then cut is, bit for bit, cut and then quantized."""
     sizes = [WAYS.get(way, (1, 1, 1))[0] for way in (writer, reader)]
-    saved = ranks.run(sizes[0], saves, name, writer, str(tmp_path), keys) if sizes[0] > 1 else [
-        saves(name, writer, str(tmp_path), keys)
-    ]  # fmt: skip
+    saved = (
+        ranks.run(sizes[0], saves, name, writer, str(tmp_path), keys)
+        if sizes[0] > 1
+        else [saves(name, writer, str(tmp_path), keys)]
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) == sizes[0]
     if sizes[1] > 1:
         results = ranks.run(sizes[1], loads, name, reader, str(tmp_path), keys)

@@ -96,11 +96,16 @@ def other_generation(how: str) -> Tensor:
     return engine.generate(**inputs(BY_NAME["llama"]), **keys)
 
 
-@pytest.mark.parametrize(("how", "what"), [
-    ("own config", "the generation configs"), ("given config", "the generation configs"), ("cap", "the caps on tokens"),
-    ("processor", "the logits processors and stopping criteria"),
-    ("criterion", "the logits processors and stopping criteria"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("own config", "the generation configs"),
+        ("given config", "the generation configs"),
+        ("cap", "the caps on tokens"),
+        ("processor", "the logits processors and stopping criteria"),
+        ("criterion", "the logits processors and stopping criteria"),
+    ],
+)
 def test_settings_of_generate_that_differ_are_named_on_every_rank(how: str, what: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, other_generation, how), what)
 
@@ -178,20 +183,30 @@ def other_weights(how: str, keys: dict[str, Any]) -> None:
     infuse.init_inference(model, dtype="fp32", progress=False, tensor_parallel={"tp_size": 2}, **keys)
 
 
-@pytest.mark.parametrize(("how", "where"), [
-    ("seed", "the weights: model.embed_tokens.weight"), ("value", "the weights: model.layers.2.mlp.up_proj.weight"),
-    ("order", "the weights: model.layers.1.self_attn.q_proj.weight"), ("config", "the model's config"),
-    ("frequencies", "the weights: model.rotary_emb.inv_freq"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("seed", "the weights: model.embed_tokens.weight"),
+        ("value", "the weights: model.layers.2.mlp.up_proj.weight"),
+        ("order", "the weights: model.layers.1.self_attn.q_proj.weight"),
+        ("config", "the model's config"),
+        ("frequencies", "the weights: model.rotary_emb.inv_freq"),
+    ],
+)
 def test_models_that_differ_are_named_without_a_proof(how: str, where: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, other_weights, how, {"verify": "off"}), where)
 
 
 def loading_another(folder: str, keys: dict[str, Any]) -> None:
     infuse.init_inference(
-        BY_NAME["llama"].make(), checkpoint=f"{folder}/{dist.get_rank()}", dtype="fp32", progress=False, verify="off",
-        tensor_parallel={"tp_size": 2}, **keys,
-    )  # fmt: skip
+        BY_NAME["llama"].make(),
+        checkpoint=f"{folder}/{dist.get_rank()}",
+        dtype="fp32",
+        progress=False,
+        verify="off",
+        tensor_parallel={"tp_size": 2},
+        **keys,
+    )
 
 
 def test_checkpoints_that_differ_are_named_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:

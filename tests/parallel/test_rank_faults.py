@@ -227,10 +227,14 @@ def test_a_larger_world_holds_replicas(ranks: Ranks) -> None:
 
 
 UNEVEN = [
-    ("llama", {"vocab_size": 97}), ("gpt2", {"vocab_size": 101}), ("llama-bias", {"vocab_size": 97}),
-    ("llama", {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40}), ("gpt2", {"n_head": 3}),
-    ("llama", {"intermediate_size": 83}), ("bloom", {"n_head": 6}),
-]  # fmt: skip
+    ("llama", {"vocab_size": 97}),
+    ("gpt2", {"vocab_size": 101}),
+    ("llama-bias", {"vocab_size": 97}),
+    ("llama", {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40}),
+    ("gpt2", {"n_head": 3}),
+    ("llama", {"intermediate_size": 83}),
+    ("bloom", {"n_head": 6}),
+]
 
 
 def uneven(name: str, changes: dict) -> Tensor:

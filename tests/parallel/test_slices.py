@@ -24,15 +24,18 @@ def test_a_split_covers_everything_once(total: int, size: int, grain: int, multi
         assert all(length % grain == 0 for length in lengths)
 
 
-@pytest.mark.parametrize(("total", "size", "grain", "multiple", "lengths"), [
-    (8192, 2, 64, 1, [4096, 4096]),
-    (128256, 2, 64, 1, [64128, 64128]),
-    (50257, 2, 64, 1, [25129, 25128]),  # a prime number of rows: nothing divides
-    (80, 2, 64, 1, [48, 32]),  # 64 would leave one rank 16
-    (11008, 3, 64, 1, [3712, 3648, 3648]),
-    (384, 2, 64, 128, [256, 128]),  # whole groups of 128
-    (96, 4, 64, 32, [32, 32, 16, 16]),  # three groups of 32 are too few for four ranks
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("total", "size", "grain", "multiple", "lengths"),
+    [
+        (8192, 2, 64, 1, [4096, 4096]),
+        (128256, 2, 64, 1, [64128, 64128]),
+        (50257, 2, 64, 1, [25129, 25128]),  # a prime number of rows: nothing divides
+        (80, 2, 64, 1, [48, 32]),  # 64 would leave one rank 16
+        (11008, 3, 64, 1, [3712, 3648, 3648]),
+        (384, 2, 64, 128, [256, 128]),  # whole groups of 128
+        (96, 4, 64, 32, [32, 32, 16, 16]),  # three groups of 32 are too few for four ranks
+    ],
+)
 def test_splits_by_hand(total: int, size: int, grain: int, multiple: int, lengths: list[int]) -> None:
     assert [stop - start for start, stop in split(total, size, grain=grain, multiple=multiple)] == lengths
 
@@ -58,5 +61,8 @@ def test_heads_by_hand() -> None:
     assert llama is not None and [(s.heads, s.kv_heads) for s in llama] == [((0, 16), (0, 4)), ((16, 32), (4, 8))]
     replicated = split_heads(4, 2, 4)
     assert replicated is not None and [(s.heads, s.kv_heads) for s in replicated] == [
-        ((0, 1), (0, 1)), ((1, 2), (0, 1)), ((2, 3), (1, 2)), ((3, 4), (1, 2)),
-    ]  # fmt: skip
+        ((0, 1), (0, 1)),
+        ((1, 2), (0, 1)),
+        ((2, 3), (1, 2)),
+        ((3, 4), (1, 2)),
+    ]

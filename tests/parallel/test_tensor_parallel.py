@@ -138,11 +138,17 @@ def generated_on_rank(name: str, mode: dict[str, Any]) -> Tensor:
     return engine.generate(**inputs(family, padding="left"), max_new_tokens=NEW_TOKENS, **mode)
 
 
-@pytest.mark.parametrize("mode", [
-    dict(do_sample=True, temperature=0.9, top_k=20), dict(do_sample=False, num_beams=3),
-    dict(do_sample=True, num_beams=2), dict(do_sample=False, repetition_penalty=1.4),
-    dict(do_sample=False, prompt_lookup_num_tokens=2),
-], ids=["sampling", "beams", "beam sampling", "penalty", "prompt lookup"])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode",
+    [
+        dict(do_sample=True, temperature=0.9, top_k=20),
+        dict(do_sample=False, num_beams=3),
+        dict(do_sample=True, num_beams=2),
+        dict(do_sample=False, repetition_penalty=1.4),
+        dict(do_sample=False, prompt_lookup_num_tokens=2),
+    ],
+    ids=["sampling", "beams", "beam sampling", "penalty", "prompt lookup"],
+)
 def test_ranks_generate_the_same_and_what_one_generates(mode: dict[str, Any], ranks: Ranks) -> None:
     given = inputs(BY_NAME["llama"], padding="left")
     if "prompt_lookup_num_tokens" in mode:

@@ -14,17 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from infuse.architectures.bind import Binder
 from infuse.architectures.llama import LLAMA
 from infuse.architectures.norm import RMS, Norm
-from infuse.architectures.part import (
-    COLUMN,
-    ROW,
-    Extent,
-    Matrix,
-    MixerShape,
-    Share,
-)
-from infuse.architectures.part import (
-    HEADS as OF_HEADS,
-)
+from infuse.architectures.part import COLUMN, ROW, Extent, Matrix, MixerShape, Share
+from infuse.architectures.part import HEADS as OF_HEADS
 from infuse.architectures.program import ADD, ATTENTION, MLP, NORM, Step
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
@@ -116,12 +107,18 @@ SPEC = LLAMA.but(
     layer=path_of(CrossLayer),
     more=(("cross", Cross("cross")), ("cross_norm", Norm("cross_norm", RMS))),
     program=(
-        Step(NORM, "norm1"), Step(ATTENTION, "self_attn"), Step(ADD),
-        Step(NORM, "cross_norm"), Step(ATTENTION, "cross", over=STATES), Step(ADD),
-        Step(NORM, "norm2"), Step(MLP, "mlp"), Step(ADD),
+        Step(NORM, "norm1"),
+        Step(ATTENTION, "self_attn"),
+        Step(ADD),
+        Step(NORM, "cross_norm"),
+        Step(ATTENTION, "cross", over=STATES),
+        Step(ADD),
+        Step(NORM, "norm2"),
+        Step(MLP, "mlp"),
+        Step(ADD),
     ),
     values=(STATES,),
-)  # fmt: skip
+)
 
 
 # ---- and its layer

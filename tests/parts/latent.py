@@ -13,19 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from infuse.architectures.bind import Binder
 from infuse.architectures.llama import LLAMA
 from infuse.architectures.norm import RMS, Norm, NormShape
-from infuse.architectures.part import (
-    COLUMN,
-    ROW,
-    Extent,
-    Matrix,
-    MixerShape,
-    Parameter,
-    Share,
-    inside,
-)
-from infuse.architectures.part import (
-    HEADS as OF_HEADS,
-)
+from infuse.architectures.part import COLUMN, ROW, Extent, Matrix, MixerShape, Parameter, Share, inside
+from infuse.architectures.part import HEADS as OF_HEADS
 from infuse.cache_names import cache_in
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs

@@ -17,18 +17,8 @@ from infuse.architectures.attention import Attention
 from infuse.architectures.bind import Binder
 from infuse.architectures.llama import LLAMA
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import (
-    COLUMN,
-    ROW,
-    Extent,
-    Matrix,
-    MixerShape,
-    Parameter,
-    Share,
-)
-from infuse.architectures.part import (
-    HEADS as OF_HEADS,
-)
+from infuse.architectures.part import COLUMN, ROW, Extent, Matrix, MixerShape, Parameter, Share
+from infuse.architectures.part import HEADS as OF_HEADS
 from infuse.cache_names import cache_in
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs

@@ -60,15 +60,18 @@ class MadeUp:
 _ROW = 2 * HIDDEN * 4  # keys and values of a token in one layer, in bytes of float32
 FAMILIES = {
     "latent": MadeUp(
-        latent, lambda: made_up(latent.LatentLayer, head_dim=latent.ROTATED),
+        latent,
+        lambda: made_up(latent.LatentLayer, head_dim=latent.ROTATED),
         LAYERS * (latent.LATENT + latent.ROTATED) * 4,
     ),
     "cross": MadeUp(cross, lambda: made_up(cross.CrossLayer, cross.Reader), LAYERS * _ROW, reads_states=True),
     "recurrent": MadeUp(
-        recurrent, lambda: made_up(recurrent.RecurrentLayer, layer_types=recurrent.TYPES), _ROW,
+        recurrent,
+        lambda: made_up(recurrent.RecurrentLayer, layer_types=recurrent.TYPES),
+        _ROW,
         2 * 4 * (HIDDEN * recurrent.WIDTH + 3 * HIDDEN * recurrent.TAPS),
     ),
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -407,11 +410,17 @@ def test_widths_that_a_format_does_not_fit_are_left(format: nested.NestedFormat)
     assert "mlp.down.weight: in torch.float32: nested: blocks of 256 do not divide 384 inputs" in str(plan)
 
 
-@pytest.mark.parametrize("how", [
-    dict(do_sample=False), dict(do_sample=False, num_beams=3), dict(do_sample=True, top_k=5),
-    dict(do_sample=False, cache_implementation="static", disable_compile=True),
-    dict(do_sample=False, prompt_lookup_num_tokens=3),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(do_sample=False),
+        dict(do_sample=False, num_beams=3),
+        dict(do_sample=True, top_k=5),
+        dict(do_sample=False, cache_implementation="static", disable_compile=True),
+        dict(do_sample=False, prompt_lookup_num_tokens=3),
+    ],
+    ids=str,
+)
 def test_answers_are_those_of_the_rounded_model(format: nested.NestedFormat, how: dict[str, Any]) -> None:
     engine, tokens = in_nested(), []
     prompt = ids(1, 5).repeat(1, 4) if "prompt_lookup_num_tokens" in how else ids()

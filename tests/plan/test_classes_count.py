@@ -302,8 +302,12 @@ def test_a_module_that_a_layer_was_given() -> None:
 
 def fingerprint(model: nn.Module) -> list[Any]:
     hooks = [(len(module._forward_hooks), len(module._state_dict_hooks)) for module in model.modules()]
-    return [*(type(module) for module in model.modules()), *hooks, *(id(value) for value in model.parameters()),
-            *(sorted(vars(module)) for module in model.modules())]  # fmt: skip
+    return [
+        *(type(module) for module in model.modules()),
+        *hooks,
+        *(id(value) for value in model.parameters()),
+        *(sorted(vars(module)) for module in model.modules()),
+    ]
 
 
 @pytest.mark.parametrize("quant", [None, "int8"])

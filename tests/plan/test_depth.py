@@ -208,10 +208,15 @@ def test_an_attention_that_the_model_never_calls_is_refused(
 
 @pytest.mark.parametrize(
     ("make", "keys"),
-    [(UNKNOWN["long-t5"], {}), (UNKNOWN["deberta"], {}), (UNKNOWN["sequential"], {}), (BY_NAME["llama"].make, {}),
-     (UNKNOWN["olmo"], dict(replace_with_kernel_inject=False))],
+    [
+        (UNKNOWN["long-t5"], {}),
+        (UNKNOWN["deberta"], {}),
+        (UNKNOWN["sequential"], {}),
+        (BY_NAME["llama"].make, {}),
+        (UNKNOWN["olmo"], dict(replace_with_kernel_inject=False)),
+    ],
     ids=["long-t5", "deberta", "no model of transformers", "every layer a block", "not asked for"],
-)  # fmt: skip
+)
 def test_no_hook_where_there_is_nothing_to_hook(
     make: Callable, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,9 +249,12 @@ def asked_anew() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("isa", "binary", "reason"),
-    [("off", None, "INFUSE_CPU_ISA=off"), ("", "absent.so", "the C++ kernels are not built: INFUSE_BUILD=0"),
-     ("", "broken.so", "the C++ kernels do not load: ")],
-)  # fmt: skip
+    [
+        ("off", None, "INFUSE_CPU_ISA=off"),
+        ("", "absent.so", "the C++ kernels are not built: INFUSE_BUILD=0"),
+        ("", "broken.so", "the C++ kernels do not load: "),
+    ],
+)
 def test_kernels_that_cannot_run_decline(
     isa: str, binary: str | None, reason: str, asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,15 +28,7 @@ from infuse.plan.kinds import ATTENTION, BLOCK, EMBEDDING, LINEAR
 from infuse.plan.plan import Plan
 from infuse.quant.parse import quant_format
 from tests.models import families
-from tests.support.plans import (
-    LONG_T5,
-    MIXTRAL,
-    T5,
-    UNKNOWN,
-    applied,
-    outputs,
-    plan_of,
-)
+from tests.support.plans import LONG_T5, MIXTRAL, T5, UNKNOWN, applied, outputs, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -173,10 +165,13 @@ KEYS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", quant="int8")
 
 @pytest.mark.parametrize(
     ("name", "keys", "tied"),
-    [(name, keys, (i + j) % 2 == 0)
-     for i, name in enumerate(("llama", "gpt2", "gptj", "stablelm-parallel", "bert")) for j, keys in enumerate(KEYS)],
+    [
+        (name, keys, (i + j) % 2 == 0)
+        for i, name in enumerate(("llama", "gpt2", "gptj", "stablelm-parallel", "bert"))
+        for j, keys in enumerate(KEYS)
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_memory_is_known_before(name: str, keys: dict[str, Any], tied: bool) -> None:
     width = dict(n_embd=64) if name in ("gpt2", "gptj") else dict(hidden_size=64, intermediate_size=128)
     model = family(name)(**width, tie_word_embeddings=tied)

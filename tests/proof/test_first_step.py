@@ -140,9 +140,14 @@ def test_pipelines_that_cannot_be_run_by_themselves(monkeypatch: pytest.MonkeyPa
     assert "hooks move its models" in injected(pipe).plan.proof
     assert injected(made("sd15"), verify="off").plan.proof == ""
     unet = diffusers.UNet2DModel(
-        sample_size=16, block_out_channels=(32, 32), layers_per_block=1, norm_num_groups=8, attention_head_dim=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+        sample_size=16,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
     engine = injected(diffusers.DDPMPipeline(unet.eval(), diffusers.DDPMScheduler()), verify="strict")
     assert "takes no size" in engine.plan.proof and engine.plan["unet"].steps
 

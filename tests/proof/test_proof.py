@@ -68,18 +68,22 @@ BROKEN: dict[str, tuple[str, Callable[[LayerSpec], LayerSpec]]] = {
     "norm: no offset": ("gemma", broken(norm1=Norm("input_layernorm", "rms"))),
     "packing: blocks for heads": ("gpt-neox", broken(attn=dict(qkv=Packed("attention.query_key_value", BLOCKS)))),
     "packing: blocks for groups": (
-        "falcon-40b", broken(attn=dict(qkv=Packed("self_attention.query_key_value", BLOCKS))),
+        "falcon-40b",
+        broken(attn=dict(qkv=Packed("self_attention.query_key_value", BLOCKS))),
     ),
     "packing: heads for blocks": ("gpt2", broken(attn=dict(qkv=Packed("attn.c_attn", PER_HEAD)))),
     "packing: heads for groups": (
-        "falcon-40b", broken(attn=dict(qkv=Packed("self_attention.query_key_value", PER_HEAD))),
+        "falcon-40b",
+        broken(attn=dict(qkv=Packed("self_attention.query_key_value", PER_HEAD))),
     ),
     "keys for queries": (
-        "opt", lambda spec: spec.but(attn=dict(qkv=Separate(spec.attn.qkv.k, spec.attn.qkv.q, spec.attn.qkv.v))),
+        "opt",
+        lambda spec: spec.but(attn=dict(qkv=Separate(spec.attn.qkv.k, spec.attn.qkv.q, spec.attn.qkv.v))),
     ),
     "values for keys": ("llama", broken(attn=dict(qkv=Separate(_Q, _V, _K)))),
     "gate and up swapped": (
-        "llama", broken(mlp=GatedMLP(gate="mlp.up_proj", up="mlp.gate_proj", down="mlp.down_proj")),
+        "llama",
+        broken(mlp=GatedMLP(gate="mlp.up_proj", up="mlp.gate_proj", down="mlp.down_proj")),
     ),
     "activation": ("llama", broken(mlp=dict(activation=Act("gelu")))),
     "activation: tanh form": ("mpt", broken(mlp=dict(activation=Act("gelu_tanh")))),
@@ -87,13 +91,14 @@ BROKEN: dict[str, tuple[str, Callable[[LayerSpec], LayerSpec]]] = {
     "scale: default": ("gpt-neo", broken(attn=dict(scale=None))),
     "no soft cap": ("gemma2", broken(attn=dict(softcap=None))),
     "qk-norms swapped": (
-        "qwen3", broken(attn=dict(q_norm=Norm("self_attn.k_norm", "rms"), k_norm=Norm("self_attn.q_norm", "rms"))),
+        "qwen3",
+        broken(attn=dict(q_norm=Norm("self_attn.k_norm", "rms"), k_norm=Norm("self_attn.q_norm", "rms"))),
     ),
     "qk-norm: centred": ("qwen3", broken(attn=dict(q_norm=Norm("self_attn.q_norm", LAYER)))),
     "no ALiBi": ("bloom", broken(attn=dict(position=NoPosition()))),
     "mask upside down": ("mpt", broken(attn=dict(inverted_mask=False))),
     "no rotary table": ("gptj", broken(attn=dict(position=NoPosition()))),
-}  # fmt: skip
+}
 CPU = Device("cpu", None, "a CPU", (), 2**33, (torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -353,9 +358,12 @@ def wrong_for_many(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 
 
 BODIES = [
-    (nearly, "differs"), (wrong_for_many, "differs"), (raises, "no such instruction"), (overwrites, "written to"),
+    (nearly, "differs"),
+    (wrong_for_many, "differs"),
+    (raises, "no such instruction"),
+    (overwrites, "written to"),
     (poisoned, "differs from the original by inf"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("body", "why"), BODIES)

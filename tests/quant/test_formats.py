@@ -53,9 +53,10 @@ def test_unknown_text_lists_what_is_possible(text: object) -> None:
         quant_format(text)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("int8:0", "group size is 0"), ("int8:groups=0", "number of groups is 0"), ("int4:5", "even, not 5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("int8:0", "group size is 0"), ("int8:groups=0", "number of groups is 0"), ("int4:5", "even, not 5")],
+)
 def test_impossible_numbers(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         quant_format(text)

@@ -114,9 +114,10 @@ def test_quantized_layers_that_ranks_share(
         assert not gates or (readers == 1 and {"weight", "data", "scale"} <= gates)
 
 
-@pytest.mark.parametrize(("name", "writers", "readers"), [
-    ("t5", 2, 2), ("t5", 2, 1), ("t5", 2, 4), ("gpt2", 2, 2), ("gpt2", 2, 1), ("gpt2", 2, 4), ("roberta", 2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "writers", "readers"),
+    [("t5", 2, 2), ("t5", 2, 1), ("t5", 2, 4), ("gpt2", 2, 2), ("gpt2", 2, 1), ("gpt2", 2, 4), ("roberta", 2, 1)],
+)
 def test_tables_of_heads_transposed_weights_and_layers_that_have_a_spec(
     name: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks
 ) -> None:

@@ -53,8 +53,12 @@ def masks(batch: int, heads: int, tokens: int, length: int) -> Iterator[Tensor]:
 
 def check_many_queries(width: int, dtype: torch.dtype) -> None:
     for batch, heads, kv_heads, tokens, length in (
-        (2, 4, 2, 9, 9), (1, 8, 2, 70, 70), (2, 3, 3, 130, 130), (1, 4, 1, 40, 300), (1, 71, 1, 20, 20)
-    ):  # fmt: skip
+        (2, 4, 2, 9, 9),
+        (1, 8, 2, 70, 70),
+        (2, 3, 3, 130, 130),
+        (1, 4, 1, 40, 300),
+        (1, 71, 1, 20, 20),
+    ):
         q = torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2)
         k, v = (cached(batch, kv_heads, length, width, dtype) for _ in range(2))
         for causal in (False, True):

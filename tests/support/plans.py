@@ -50,9 +50,14 @@ class Stack(nn.Module):
 
 
 _BART = dict(
-    encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-    encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=64,
-)  # fmt: skip
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=128,
+    decoder_ffn_dim=128,
+    max_position_embeddings=64,
+)
 
 
 _DEBERTA = dict(families.ENCODER, num_hidden_layers=2, relative_attention=True, pos_att_type=["p2c", "c2p"])

@@ -60,9 +60,10 @@ def t5_on_rank(policy: Any, changes: dict[str, Any], settings: dict[str, Any]) -
     return *answers(engine), split, sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize(("policy", "ranks_used"), [
-    *[(T5_POLICY, ranks_used) for ranks_used in SIZES], ({"T5Block": T5_POLICY[T5Block]}, 2), (None, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "ranks_used"),
+    [*[(T5_POLICY, ranks_used) for ranks_used in SIZES], ({"T5Block": T5_POLICY[T5Block]}, 2), (None, 3)],
+)
 def test_t5(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     results = ranks.run(ranks_used, t5_on_rank, policy, {}, {})
     model = t5()

@@ -54,10 +54,13 @@ def expected(label: str, sources: Sources) -> Tensor:
         return packed.view(2, 3, HEADS.width, WIDTH).transpose(0, 1).reshape(-1, WIDTH)
     both = torch.cat((a, b))
     return {
-        "two sources": both, "one": a, "some outputs": torch.cat((both[7:90], both[130:171])),
-        "some inputs": torch.cat((a[:, :16], a[:, 32:48]), 1), "transposed": columns.t(),
+        "two sources": both,
+        "one": a,
+        "some outputs": torch.cat((both[7:90], both[130:171])),
+        "some inputs": torch.cat((a[:, :16], a[:, 32:48]), 1),
+        "transposed": columns.t(),
         "some inputs, transposed": columns.t()[:, 16:48],
-    }[label]  # fmt: skip
+    }[label]
 
 
 @pytest.fixture(params=[1, 20 * WIDTH, 1 << 20])

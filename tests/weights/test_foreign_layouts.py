@@ -141,9 +141,11 @@ def wrong_parts(folder: str, format: str, size: int) -> list[str]:
             whole = torch.cat([weights[source].tensors[buffer.name] for source in sources])
             for_each = 1 if cut is None or cut.axis == 0 else buffer.inputs
             ranges = [(0, len(whole))] if cut is None else cut.ranges
-            every = [slice(a // for_each * buffer.columns, b // for_each * buffer.columns) for a, b in ranges] if (
-                cut is not None and cut.axis == 1
-            ) else [slice(a, b) for a, b in ranges]  # fmt: skip
+            every = (
+                [slice(a // for_each * buffer.columns, b // for_each * buffer.columns) for a, b in ranges]
+                if (cut is not None and cut.axis == 1)
+                else [slice(a, b) for a, b in ranges]
+            )
             axis = cut.axis if cut is not None else 0
             expected = torch.cat([whole[:, one] if axis else whole[one] for one in every], axis)
             if not torch.equal(tensors[buffer.name], expected):
@@ -190,9 +192,10 @@ def test_all_faults_are_in_one_error(tmp_path: Path) -> None:
         "k_proj.weight: int8:4: scale is torch.bfloat16 (24, 5), not torch.bfloat16 (24, 12)",
         "up_proj.weight: int8:4: data is torch.float32 (80, 48), not torch.int8 (80, 48)",
         "input_layernorm.weight: (3,), the model has (48,)",
-        "missing  model.layers.2.mlp.down_proj.weight", "missing  model.norm.weight",
+        "missing  model.layers.2.mlp.down_proj.weight",
+        "missing  model.norm.weight",
         "unexpected  model.layers.2.mlp.down_proj.steps",
-    ):  # fmt: skip
+    ):
         assert told in str(caught.value)
 
 

@@ -12,8 +12,14 @@ from infuse.ops.group_norm import group_norm
 
 @group_norm.implement("cpu", needs)
 def _group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, added: Tensor | None, groups: int, eps: float, silu: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    added: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
     out: Tensor | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     made = kernels().group_norm.default(x, weight, bias, added, groups, eps, silu, out)
     return group_norm.body("torch")(x, weight, bias, added, groups, eps, silu, out) if made is None else made

@@ -67,9 +67,12 @@ class _Matrix:
         """The compile-time constants of a kernel that takes the tiles `chosen`."""
         plain = self.scale is None
         return {
-            "FORMAT": self.format, "OUTPUTS": chosen.outputs, "num_warps": chosen.warps,
-            "SEGMENT": chosen.depth if plain else self._segment, "SEGMENTS": 1 if plain else chosen.depth,
-        }  # fmt: skip
+            "FORMAT": self.format,
+            "OUTPUTS": chosen.outputs,
+            "num_warps": chosen.warps,
+            "SEGMENT": chosen.depth if plain else self._segment,
+            "SEGMENTS": 1 if plain else chosen.depth,
+        }
 
     def row(self, element_bytes: int) -> Tiles:
         """The launch for single routes."""
@@ -170,9 +173,12 @@ def _summed(
 
 def _constants(gate: ExpertGate) -> dict[str, Any]:
     return {
-        "NAME": gate.activation, "GATED": gate.gated, "LIMIT": float(gate.limit), "AFTER": gate.limit_after,
+        "NAME": gate.activation,
+        "GATED": gate.gated,
+        "LIMIT": float(gate.limit),
+        "AFTER": gate.limit_after,
         "OFFSET": float(gate.up_offset),
-    }  # fmt: skip
+    }
 
 
 def _few(inputs: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, count: int, gate: ExpertGate) -> Tensor:
@@ -183,11 +189,11 @@ def _few(inputs: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, coun
     chosen = up.row(element_bytes)
     kernels("experts").up_rows[(-(-down.inputs // chosen.outputs), tokens * routes)](
         x, index, inner, *up.arguments, *routed, TINY=tiny, **up.constants(chosen), **_constants(gate)
-    )  # fmt: skip
+    )
     chosen = down.row(element_bytes)
     kernels("experts").down_rows[(-(-down.outputs // chosen.outputs), tokens)](
         inner, index, weights, out, *down.arguments, *routed, TINY=tiny, **down.constants(chosen)
-    )  # fmt: skip
+    )
     return out
 
 
@@ -211,5 +217,5 @@ def _many(inputs: tuple[Tensor, Tensor, Tensor], up: _Matrix, down: _Matrix, cou
     )  # fmt: skip
     kernels("experts").sum_routes[(tokens, -(-down.outputs // COMBINED_BLOCK))](
         parts, index, out, down.outputs, routes, count, gate.first, BLOCK=COMBINED_BLOCK, num_warps=4
-    )  # fmt: skip
+    )
     return out

@@ -27,9 +27,15 @@ def _strides(x: Tensor) -> tuple[int, int] | None:
 
 @group_norm.implement("triton", needs)
 def _group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, added: Tensor | None, groups: int, eps: float, silu: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    added: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
     out: Tensor | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     batch, channels = x.shape[:2]
     strides = _strides(x) if x.dim() > 2 and x.numel() else None
     vectors = [t for t in (weight, bias) if t is not None]

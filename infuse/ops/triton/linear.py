@@ -73,7 +73,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion) ->
     if rows == 1:
         kernels("stream").plain_row[grid](
             x, weight, bias, *more, inputs, outputs, stride, around.eps, around.offset, INPUTS=chosen.depth, **options
-        )  # fmt: skip
+        )
     else:
         kernels("product").product_tiles[grid](
             x, weight, None, None, bias, *more, rows, inputs, outputs, inputs, stride, 1, 1, around.eps, around.offset,

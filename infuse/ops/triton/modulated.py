@@ -21,9 +21,14 @@ def _takes(x: Tensor, residual: Tensor | None, *rows: Tensor) -> bool:
 
 
 def _run(
-    x: Tensor, gate: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    x: Tensor,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
     centred: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(residual + gate * x, the modulated norm); without a gate, or a scale, the first or the second holds nothing."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)

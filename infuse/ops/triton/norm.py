@@ -25,9 +25,15 @@ def _takes(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
 
 
 def _normed(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, *,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    *,
     centred: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(x + residual, its norm); the first is x if there is no residual."""
     x, width = x.contiguous(), x.shape[-1]
     residual = None if residual is None else residual.contiguous()

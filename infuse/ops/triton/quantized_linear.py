@@ -55,13 +55,17 @@ def _quantized_linear(
     weight_and_more = data, scale, zero, bias, around.norm_weight, around.norm_bias, around.residual, to
     sizes = inputs, outputs, data.stride(0), groups, of_group, around.eps, around.offset
     options = constants(around, chosen.rows, inputs) | {
-        "FORMAT": name, "SEGMENT": segment, "OUTPUTS": tile, "SEGMENTS": chosen.depth, "SPLITS": chosen.splits,
+        "FORMAT": name,
+        "SEGMENT": segment,
+        "OUTPUTS": tile,
+        "SEGMENTS": chosen.depth,
+        "SPLITS": chosen.splits,
         "num_warps": chosen.warps,
-    }  # fmt: skip
+    }
     if rows == 1:
         kernels("stream").quantized_row[(-(-wanted // tile), chosen.splits)](
             x, *weight_and_more, *sizes, TINY=dtype is not torch.float32, **options
-        )  # fmt: skip
+        )
     else:
         tiles = -(-rows // chosen.rows) * -(-wanted // tile)
         kernels("product").product_tiles[(tiles, chosen.splits)](

@@ -37,9 +37,15 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
 
 @rotary_append.implement("triton", needs)
 def _rotary_append(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int | Tensor, heads: int,
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
+    heads: int,
     interleaved: bool,
-) -> Any:  # fmt: skip
+) -> Any:
     """Reads a tensor `start` on the device; keys and values beyond the capacity are then not written."""
     if qkv.stride(-1) != 1:
         qkv = qkv.contiguous()

@@ -33,9 +33,14 @@ class Conversion:
         converter = self.converter
         for operation in converter.operations:
             values = operation.convert(
-                values, source_patterns=converter.source_patterns, target_patterns=converter.target_patterns,
-                full_layer_name=self.target, model=self.model, config=self.model.config, missing_keys=None,
-            )  # fmt: skip
+                values,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=self.target,
+                model=self.model,
+                config=self.model.config,
+                missing_keys=None,
+            )
         whole = {pattern: value[0] if isinstance(value, list) else value for pattern, value in values.items()}
         prefix, _, suffix = next(self.target.partition(pattern) for pattern in whole if pattern in self.target)
         return {f"{prefix}{pattern}{suffix}": value for pattern, value in whole.items()}

@@ -59,8 +59,13 @@ CHANGES = (double_after, double_before, patch)
 
 def places(model: nn.Module, original: nn.Module) -> list[str]:
     """Paths of modules inside of replaced ones that the original has, too: one for each of their last two names."""
-    inside = [f"{path}.{name}" for path, module in model.named_modules() if "replaces" in vars(module)
-              for name, _ in module.named_modules() if name]  # fmt: skip
+    inside = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if "replaces" in vars(module)
+        for name, _ in module.named_modules()
+        if name
+    ]
     there = dict(original.named_modules())
     found = {tuple(path.split(".")[-2:]): path for path in inside if path in there}
     return [path for path in found.values() if not isinstance(there[path], nn.ModuleList)]
@@ -89,11 +94,16 @@ def test_on_replaced_modules(name: str) -> None:
     assert acted > 2
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    *(("pixart.transformer", change) for change in CHANGES),
-    *(pytest.param(name, CHANGES[i % 3], marks=pytest.mark.slow)  # each kind of change in two of these models
-      for i, name in enumerate(name for name in MODELS if name != "pixart.transformer")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(("pixart.transformer", change) for change in CHANGES),
+        *(
+            pytest.param(name, CHANGES[i % 3], marks=pytest.mark.slow)  # each kind of change in two of these models
+            for i, name in enumerate(name for name in MODELS if name != "pixart.transformer")
+        ),
+    ],
+)
 def test_before_init_inference(name: str, change: Callable[[nn.Module], None]) -> None:
     original = model_of(name)
     probe = copy.deepcopy(original)

@@ -12,8 +12,11 @@ from infuse.plan.kinds import MODULE
 from tests.models.diffusion.tiny_pipelines import images, made
 from tests.support.ranks import Ranks
 
-DENOISERS = {"sd15": ("unet", "Transformer2DModel"), "sd3": ("transformer", "JointTransformerBlock"),
-             "flux": ("transformer", "FluxSingleTransformerBlock")}  # fmt: skip
+DENOISERS = {
+    "sd15": ("unet", "Transformer2DModel"),
+    "sd3": ("transformer", "JointTransformerBlock"),
+    "flux": ("transformer", "FluxSingleTransformerBlock"),
+}
 
 
 def on_rank(name: str) -> tuple[torch.Tensor, int, int]:

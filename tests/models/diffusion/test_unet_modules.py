@@ -173,9 +173,10 @@ def test_convolutions_of_small_and_large_images(way: str, dtype: torch.dtype, mo
             assert conv._way(x).__name__ == way
         near = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-5)
         for found, exact in (
-            (conv(x), wanted), (conv.plus(x, residual, room), wanted + residual),
+            (conv(x), wanted),
+            (conv.plus(x, residual, room), wanted + residual),
             (conv.plus(x, sum_ := residual.clone(), sum_), wanted + residual),
-        ):  # fmt: skip
+        ):
             assert found.is_contiguous(memory_format=LAST)
             torch.testing.assert_close(found.double(), exact, **near)
 
@@ -445,9 +446,14 @@ def test_blocks_that_embed_the_time_step_and_a_class() -> None:
     """DiT, in its own pipeline: the model asks its first block for the embedding, too."""
     torch.manual_seed(0)
     model = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2, sample_size=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=4,
         num_embeds_ada_norm=1000,
-    ).eval()  # fmt: skip
+    ).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     pipe = diffusers.DiTPipeline(model, vae(), diffusers.DDIMScheduler(), id2label={0: "cat", 3: "dog"})

@@ -69,9 +69,14 @@ def unet(**settings: Any) -> Any:
 
 def vae(latents: int = 4, **settings: Any) -> Any:
     return diffusers.AutoencoderKL(
-        block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=latents,
-        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=8, sample_size=32, **settings,
-    )  # fmt: skip
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        latent_channels=latents,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=8,
+        sample_size=32,
+        **settings,
+    )
 
 
 def ddim() -> Any:
@@ -86,9 +91,14 @@ def euler() -> Any:
 
 def _sd_parts(**settings: Any) -> dict[str, Any]:
     return dict(
-        unet=unet(**settings), vae=vae(), scheduler=ddim(), tokenizer=clip_tokenizer(), text_encoder=clip(),
-        safety_checker=None, feature_extractor=None,
-    )  # fmt: skip
+        unet=unet(**settings),
+        vae=vae(),
+        scheduler=ddim(),
+        tokenizer=clip_tokenizer(),
+        text_encoder=clip(),
+        safety_checker=None,
+        feature_extractor=None,
+    )
 
 
 def sd15() -> Any:
@@ -120,15 +130,26 @@ def controlnet() -> Any:
 
 def sdxl() -> Any:
     denoiser = unet(
-        cross_attention_dim=80, attention_head_dim=(2, 4), use_linear_projection=True,
-        transformer_layers_per_block=(1, 2), down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time", addition_time_embed_dim=8,
+        cross_attention_dim=80,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        transformer_layers_per_block=(1, 2),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=48 + 6 * 8,
-    )  # fmt: skip
+    )
     return diffusers.StableDiffusionXLPipeline(
-        unet=denoiser, vae=vae(), scheduler=euler(), tokenizer=clip_tokenizer(), tokenizer_2=clip_tokenizer(),
-        text_encoder=clip(), text_encoder_2=clip(48, projection=48), add_watermarker=False,
-    )  # fmt: skip
+        unet=denoiser,
+        vae=vae(),
+        scheduler=euler(),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder=clip(),
+        text_encoder_2=clip(48, projection=48),
+        add_watermarker=False,
+    )
 
 
 def sd3(**settings: Any) -> Any:
@@ -138,10 +159,16 @@ def sd3(**settings: Any) -> Any:
         pos_embed_max_size=24, **settings,
     )  # fmt: skip
     return diffusers.StableDiffusion3Pipeline(
-        transformer=transformer, vae=vae(8, shift_factor=0.06), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        tokenizer=clip_tokenizer(), tokenizer_2=clip_tokenizer(), tokenizer_3=t5_tokenizer(),
-        text_encoder=clip(projection=32), text_encoder_2=clip(48, projection=48), text_encoder_3=t5(80),
-    )  # fmt: skip
+        transformer=transformer,
+        vae=vae(8, shift_factor=0.06),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        tokenizer_3=t5_tokenizer(),
+        text_encoder=clip(projection=32),
+        text_encoder_2=clip(48, projection=48),
+        text_encoder_3=t5(80),
+    )
 
 
 def sd35() -> Any:
@@ -154,9 +181,14 @@ def flux() -> Any:
         joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     return diffusers.FluxPipeline(
-        transformer=transformer, vae=vae(4, shift_factor=0.06), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        tokenizer=clip_tokenizer(), tokenizer_2=t5_tokenizer(), text_encoder=clip(), text_encoder_2=t5(),
-    )  # fmt: skip
+        transformer=transformer,
+        vae=vae(4, shift_factor=0.06),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=t5_tokenizer(),
+        text_encoder=clip(),
+        text_encoder_2=t5(),
+    )
 
 
 def pixart() -> Any:
@@ -165,9 +197,12 @@ def pixart() -> Any:
         cross_attention_dim=32, sample_size=16, patch_size=2, caption_channels=32, use_additional_conditions=False,
     )  # fmt: skip
     return diffusers.PixArtSigmaPipeline(
-        transformer=transformer, vae=vae(), scheduler=diffusers.DPMSolverMultistepScheduler(),
-        tokenizer=t5_tokenizer(), text_encoder=t5(),
-    )  # fmt: skip
+        transformer=transformer,
+        vae=vae(),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+        tokenizer=t5_tokenizer(),
+        text_encoder=t5(),
+    )
 
 
 PIPELINES: dict[str, Callable[[], Any]] = {
@@ -201,9 +236,13 @@ def inputs(name: str, size: int = 32, rows: int = 1, **more: Any) -> dict[str, A
     height, width = size, size + 8
     image = torch.rand((rows, 3, height, width), generator=torch.Generator().manual_seed(1))
     given: dict[str, Any] = dict(
-        prompt=[PROMPT] * rows, num_inference_steps=2, height=height, width=width, output_type="pt",
+        prompt=[PROMPT] * rows,
+        num_inference_steps=2,
+        height=height,
+        width=width,
+        output_type="pt",
         generator=torch.Generator().manual_seed(2),
-    )  # fmt: skip
+    )
     if name not in ("flux",):
         given["negative_prompt"] = [NEGATIVE] * rows
     if name == "inpainting":

@@ -100,13 +100,7 @@ def quantized_cases() -> None:
     for rows in (49, 64, 81):
         poison_scratch()
         x = torch.randn(rows, 72).bfloat16()
-        assert_product(
-            quantized(x, buffers, None, 300, 72, "int8:8"),
-            x,
-            weight,
-            None,
-            f"{rows} rows of 72",
-        )
+        assert_product(quantized(x, buffers, None, 300, 72, "int8:8"), x, weight, None, f"{rows} rows of 72")
 
 
 def not_finite_cases() -> None:
@@ -137,13 +131,7 @@ def thread_cases() -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert_product(kernels().tiled_linear(x, weight, None, -1, False), x, weight, None, f"{threads} threads")
-        assert_product(
-            quantized(x, buffers, None, 515, 128, "int4:32"),
-            x,
-            values,
-            None,
-            f"int4, {threads} threads",
-        )
+        assert_product(quantized(x, buffers, None, 515, 128, "int4:32"), x, values, None, f"int4, {threads} threads")
         check(torch.bfloat16, q, k, v, None, None, 0.125, True, 0, 0.0)
     torch.set_num_threads(1)
 
@@ -191,10 +179,7 @@ AMX_BITS, SAVED_STATES = 1 << 24 | 1 << 22, 3 << 17 | 0xE7
 @pytest.fixture(scope="module")
 def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(
-        "detection.cpp",
-        tmp_path_factory.mktemp("amx") / "detection",
-        "-DINFUSE_WITH_AMX",
-        "-Wno-extern-initializer",
+        "detection.cpp", tmp_path_factory.mktemp("amx") / "detection", "-DINFUSE_WITH_AMX", "-Wno-extern-initializer"
     )
 
 
@@ -240,10 +225,14 @@ def test_a_lower_level_leaves_products_to_pytorch_that_has_amx(detection: Path) 
 
 
 @built
-@pytest.mark.parametrize(("state", "text"), [
-    ("missing", "this CPU does not have it"), ("refused", "the system does not let this"),
-    ("unbuilt", "the compiler that built"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ("missing", "this CPU does not have it"),
+        ("refused", "the system does not let this"),
+        ("unbuilt", "the compiler that built"),
+    ],
+)
 def test_env_says_why_amx_does_not_run(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     class Binary:
         levels = staticmethod(lambda: f"{LEVEL} {state}\navx512_bf16\ngeneric")

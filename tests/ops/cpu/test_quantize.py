@@ -132,10 +132,16 @@ def test_values_without_a_code(kind: str, value: float) -> None:
             assert str(found.value) == str(wanted.value) and f"[{row}, {column}]" in str(found.value)
 
 
-@pytest.mark.parametrize(("weight", "text"), [
-    (torch.zeros(64), "int8"), (torch.zeros(2, 2, 64), "int8"), (torch.zeros(2, 64, dtype=torch.int8), "int4"),
-    (torch.zeros(2, 65), "int8"), (torch.zeros(2, 64), "int3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [
+        (torch.zeros(64), "int8"),
+        (torch.zeros(2, 2, 64), "int8"),
+        (torch.zeros(2, 64, dtype=torch.int8), "int4"),
+        (torch.zeros(2, 65), "int8"),
+        (torch.zeros(2, 64), "int3"),
+    ],
+)
 def test_what_the_reference_refuses(weight: Tensor, text: str) -> None:
     with pytest.raises(ConfigError) as wanted:
         ops.quantize.reference(weight, text)

@@ -183,11 +183,14 @@ def test_attention_split_over_the_cache(dtype: torch.dtype, monkeypatch: pytest.
     nothing[1] = False
     bias = torch.randn(1, 6, 1, 300, device=DEVICE)
     for args in (
-        (mask, None, 0.2, False, 0, 0.0), (nothing, None, 0.2, False, 0, 0.0), (None, bias, 0.2, True, 0, 0.0),
-        (None, None, 0.2, True, 80, 0.0), (mask, bias, 0.2, True, 0, 3.0),
+        (mask, None, 0.2, False, 0, 0.0),
+        (nothing, None, 0.2, False, 0, 0.0),
+        (None, bias, 0.2, True, 0, 0.0),
+        (None, None, 0.2, True, 80, 0.0),
+        (mask, bias, 0.2, True, 0, 3.0),
         (torch.randn(2, 1, 1, 1, device=DEVICE), None, 0.2, True, 0, 0.0),
         (nothing, bias, 0.2, False, 0, 0.0, 4 * torch.randn(6, dtype=dtype, device=DEVICE)),
-    ):  # fmt: skip
+    ):
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
 
@@ -212,9 +215,11 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
     bias = torch.randn(1, 3, 1, 61, dtype=dtype, device=DEVICE)
     sinks = torch.tensor([1.0, 200.0, -float("inf")], device=DEVICE)
     for args in (
-        (None, None, 0.25, True, 0, 5.0), (None, bias, 0.25, True, 0, 0.0), (None, None, 0.25, True, 9, 0.0),
+        (None, None, 0.25, True, 0, 5.0),
+        (None, bias, 0.25, True, 0, 0.0),
+        (None, None, 0.25, True, 9, 0.0),
         (None, None, 0.25, True, 0, 0.0, sinks),
-    ):  # fmt: skip
+    ):
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
 

@@ -29,9 +29,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one program may have
 # Dtype, compute capability, and which quantized products are compiled for it: one in how many, from which on. Together:
 # every format and every shape of a product for 8.0, which has less shared memory, in a type of 16 bits; some in float32
 # and for 9.0; the other kernels everywhere.
-TARGETS = [
-    (torch.float32, 80, 0, 6), (torch.bfloat16, 80, 0, 2), (torch.float16, 80, 1, 2), (torch.bfloat16, 90, 1, 6),
-]  # fmt: skip
+TARGETS = [(torch.float32, 80, 0, 6), (torch.bfloat16, 80, 0, 2), (torch.float16, 80, 1, 2), (torch.bfloat16, 90, 1, 6)]
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:

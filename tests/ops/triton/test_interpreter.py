@@ -110,9 +110,11 @@ def test_launches_fill_the_device() -> None:
     ):
         for words, format in ((8, "int4"), (16, "int8")):
             for tiles in (
-                plain_row(outputs, inputs, 2), plain_tiles(8, outputs, inputs),
-                quantized_row(outputs, inputs, format, words), quantized_tiles(8, outputs, inputs, format, words),
-            ):  # fmt: skip
+                plain_row(outputs, inputs, 2),
+                plain_tiles(8, outputs, inputs),
+                quantized_row(outputs, inputs, format, words),
+                quantized_tiles(8, outputs, inputs, format, words),
+            ):
                 numbers = (tiles.outputs, tiles.depth, tiles.warps, tiles.rows, tiles.splits)
                 assert all(number & (number - 1) == 0 < number for number in numbers), tiles
                 if outputs >= 2048:

@@ -38,8 +38,12 @@ from tests.support.ranks import Ranks, same
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 WHOLE = {
-    "safetensors": safetensors, "bin": bin_shards, "glob": file_glob, "description": description, "training": training,
-}  # fmt: skip
+    "safetensors": safetensors,
+    "bin": bin_shards,
+    "glob": file_glob,
+    "description": description,
+    "training": training,
+}
 
 
 def loaded_by_rank(name: str, source: Any, keys: dict) -> tuple[Tensor, int]:

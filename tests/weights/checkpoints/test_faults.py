@@ -107,10 +107,10 @@ def test_arguments_beside_the_model_are_data(tmp_path: Path) -> None:
         ("broken.json", "broken.json: truncated or corrupt: not valid JSON"),
         ("list.json", 'list.json: has no "checkpoints"'),
         ("tagged", "names 'step9'"),
-        ("index", "index.json: has no \"weight_map\""),
+        ("index", 'index.json: has no "weight_map"'),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sources_that_are_none(source: Any, match: str, tmp_path: Path) -> None:
     for name in ("void", "tagged", "index"):
         (tmp_path / name).mkdir()

@@ -347,7 +347,7 @@ WRITTEN = st.recursive(
     st.sampled_from(LEAVES) | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=4) | st.lists(inner, max_size=3),
     max_leaves=8,
-)  # fmt: skip
+)
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -398,12 +398,14 @@ def test_configurations_in_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"tensor_parallel": {"tp_group": "all"}}, {"quant": {"weight": {"q_groups": 10**12}}},
-        {"checkpoint": torch.zeros(3)}, {"injection_policy": {"LlamaDecoderLayer": torch.zeros(3)}},
+        {"tensor_parallel": {"tp_group": "all"}},
+        {"quant": {"weight": {"q_groups": 10**12}}},
+        {"checkpoint": torch.zeros(3)},
+        {"injection_policy": {"LlamaDecoderLayer": torch.zeros(3)}},
         {"zero": in_itself()},
     ],
     ids=lambda keys: next(iter(keys)),
-)  # fmt: skip
+)
 def test_a_configuration_that_is_refused_leaves_the_model_alone(keys: dict[str, Any]) -> None:
     model = source()
     before = state_of(model)

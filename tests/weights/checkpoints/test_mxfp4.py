@@ -88,8 +88,10 @@ def test_other_formats_take_the_values(folder: Path, dequantized: Any, quant: An
     assert f"4 matrices of experts are stored in mxfp4 and become {becomes}" in str(engine.plan)
     wanted = infuse.init_inference(
         t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
-        dtype="fp32", progress=False, **({"quant": quant} if quant else {}),
-    )  # fmt: skip
+        dtype="fp32",
+        progress=False,
+        **({"quant": quant} if quant else {}),
+    )
     torch.testing.assert_close(logits(engine), logits(wanted), rtol=0, atol=0)
 
 
@@ -154,12 +156,18 @@ def changed(what: str) -> dict[str, Tensor]:
     return made
 
 
-@pytest.mark.parametrize(("what", "told"), [
-    ("NaN", r"layers\.1\.mlp\.experts\.down_proj_scales: mxfp4: a block's exponent is 255"),
-    ("no scales", r"missing  model\.layers\.1\.mlp\.experts\.down_proj\n  unexpected  .*down_proj_blocks"),
-    ("narrow", r"down_proj: in blocks, torch.uint8 \(4, 64, 2, 16\) and torch.uint8 \(4, 64, 3\), the model has \(4, "),
-    ("integers", r"down_proj: in blocks, torch.uint8 \(4, 64, 3, 16\) and torch.int32 \(4, 64, 3\), the model has"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("NaN", r"layers\.1\.mlp\.experts\.down_proj_scales: mxfp4: a block's exponent is 255"),
+        ("no scales", r"missing  model\.layers\.1\.mlp\.experts\.down_proj\n  unexpected  .*down_proj_blocks"),
+        (
+            "narrow",
+            r"down_proj: in blocks, torch.uint8 \(4, 64, 2, 16\) and torch.uint8 \(4, 64, 3\), the model has \(4, ",
+        ),
+        ("integers", r"down_proj: in blocks, torch.uint8 \(4, 64, 3, 16\) and torch.int32 \(4, 64, 3\), the model has"),
+    ],
+)
 def test_faults_are_named(tmp_path: Path, what: str, told: str) -> None:
     publish(tmp_path, changed(what))
     model = empty(tmp_path)

@@ -18,16 +18,7 @@ from infuse.weights.model_tensors import model_tensors
 from infuse.weights.pieces import Packed, tiling
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
-from tests.support.checkpoints import (
-    CUT,
-    loaded,
-    on_meta,
-    outputs,
-    piece,
-    save,
-    shards,
-    wanted,
-)
+from tests.support.checkpoints import CUT, loaded, on_meta, outputs, piece, save, shards, wanted
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -99,10 +90,14 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
         ([(4,), (4,)], (8,), Packed((4, 2, 2)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (1, 2, 3), (0, 3, 4), (1, 3, 4)]),
         # the one key head on both
         ([(4,), (4,)], (6,), Packed((4, 1, 1)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (0, 3, 4)]),
-        ([(3,)] * 4, (8,), Packed((2, 1, 1), 2),
-         [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3), (2, 0, 1), (3, 0, 1), (2, 1, 2), (2, 2, 3)]),
+        (
+            [(3,)] * 4,
+            (8,),
+            Packed((2, 1, 1), 2),
+            [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3), (2, 0, 1), (3, 0, 1), (2, 1, 2), (2, 2, 3)],
+        ),
     ],
-)  # fmt: skip
+)
 def test_pieces_make_up_a_tensor(shapes: list, whole: tuple, packed: Packed | None, wanted: list) -> None:
     found = tiling(shapes, whole, packed)
     assert found is not None and [(span.source, span.start, span.stop) for span in found.spans()] == wanted
@@ -111,10 +106,15 @@ def test_pieces_make_up_a_tensor(shapes: list, whole: tuple, packed: Packed | No
 @pytest.mark.parametrize(
     ("shapes", "whole", "packed"),
     [
-        ([(2, 3)], (4, 6), None), ([(2,)], (2, 1), None), ([(3,), (3,)], (7,), None),
-        ([(5,), (5,)], (12,), Packed((4, 4, 4))), ([()], (1,), None), ([(0, 3)], (4, 3), None), ([(3,)], (0,), None),
+        ([(2, 3)], (4, 6), None),
+        ([(2,)], (2, 1), None),
+        ([(3,), (3,)], (7,), None),
+        ([(5,), (5,)], (12,), Packed((4, 4, 4))),
+        ([()], (1,), None),
+        ([(0, 3)], (4, 3), None),
+        ([(3,)], (0,), None),
     ],
-)  # fmt: skip
+)
 def test_what_makes_up_no_tensor(shapes: list, whole: tuple, packed: Packed | None) -> None:
     assert tiling(shapes, whole, packed) is None
 

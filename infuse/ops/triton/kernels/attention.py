@@ -97,9 +97,7 @@ def with_sink(total, highest, sinks, head):
 
 
 @triton.jit
-def write_rows(
-    highest, total, part, at, real, of_value, value_width, sinks, head, out, sums, SPLITS: tl.constexpr
-):  # fmt: skip
+def write_rows(highest, total, part, at, real, of_value, value_width, sinks, head, out, sums, SPLITS: tl.constexpr):
     """Write rows `at` of the result, or of a partial result with its maximum and sum."""
     inside = real[:, None] & (of_value < value_width)[None, :]
     if SPLITS > 1:
@@ -172,9 +170,7 @@ def attend(
 
 
 @triton.jit
-def combine_splits(
-    parts, sums, sinks, out, rows, heads, value_width, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
+def combine_splits(parts, sums, sinks, out, rows, heads, value_width, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr):
     """Combine the parts of one row of the result, always in the same order; its head is row % heads."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS).to(tl.int64) * rows + row

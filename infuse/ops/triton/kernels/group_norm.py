@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit
 def sum_chunks(
     x, sums, channels, positions, channel_step, position_step, chunks, steps, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Sums of (x - first value) and of its square over `steps` times CHUNK positions, for BLOCK channels."""
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks

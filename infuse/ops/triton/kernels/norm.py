@@ -46,7 +46,7 @@ def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, B
 @triton.jit
 def norm_rows(
     x, residual, weight, bias, out, total, heads, columns, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Normalise row r of x [R, columns], plus the residual if any, with weights r % heads of [heads, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

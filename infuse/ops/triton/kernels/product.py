@@ -120,7 +120,7 @@ def add_tile(
 @triton.jit
 def rows_of_tile(
     x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+):
     """The inputs `k` of the rows of x, [inputs, rows], normalised if there is a norm and rounded to DTYPE."""
     x_tile = tl.load(x_row[None, :] + k[:, None], mask=real[None, :] & known[:, None], other=0.0)
     if NORM is not None:

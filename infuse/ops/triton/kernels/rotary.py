@@ -77,7 +77,7 @@ def rotate_append(
         turn = batch * cos_batch_stride + token * cos_token_stride
         rotated = turned(
             here, head, heads + kv_heads, column, width, cos + turn, sin + turn, turned_width, head_stride, INTERLEAVED
-        )  # fmt: skip
+        )
         y = tl.where(head < heads + kv_heads, rotated, y)
     is_query, is_value = head < heads, head >= heads + kv_heads
     tl.store(
