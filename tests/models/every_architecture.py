@@ -84,6 +84,9 @@ def tiny_config(cls: type) -> Any:
             values[name] = BY_NAME[name]
         elif name == "compress_rates":
             values[name] = {kind: min(rate, 8) for kind, rate in value.items()}
+        elif name == "rope_parameters" and "qk_rope_head_dim" in given and "mrope_section" in (value or {}):
+            half = BY_NAME["qk_rope_head_dim"] // 2  # in three sections: time, height, width
+            values[name] = {**value, "mrope_section": [half - half // 4 * 2, half // 4, half // 4]}
         elif name == "use_sliding_window":
             values[name] = True
         elif name in LISTS_OF_NUMBERS and value:
