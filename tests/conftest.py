@@ -30,8 +30,14 @@ LONGEST = (
 )  # tests of 10 s and more
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--variants", action="store_true", help="Run also the tests marked `variants`.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first, then what is slow: the last to end decides when processes that share the tests are done."""
+    if not config.getoption("--variants"):
+        items[:] = [item for item in items if item.get_closest_marker("variants") is None]
 
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("slow") is None:
@@ -48,6 +54,18 @@ def pytest_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers without a written spec stay, as those do whose graphs have what no part has."""
+    from infuse.errors import SpecMismatch
+    from infuse.plan.readings import Readings
+
+    def of(readings: Readings, path: str) -> None:
+        raise SpecMismatch("its graph", ["is not read here"])
+
+    monkeypatch.setattr(Readings, "of", of)
 
 
 def pytest_collection_finish() -> None:

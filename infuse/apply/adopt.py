@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any
 
 from torch import nn
 
 from infuse.architectures.experts import experts_in
 from infuse.layers.block import Block
-from infuse.layers.contract import ignored_keywords
+from infuse.layers.contract import ignored_by
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.moe import MoE
@@ -34,6 +34,8 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
                 _take_over(part, original)
             _mix_in(part, *originals)
             _settle(part, *originals)
+        for name, mixer in new.shape.mixers.items():
+            _lead_inwards(new.get_submodule(name), name, mixer.replaces)
         for mixture in (part for part in new.children() if isinstance(part, MoE)):
             _settle(mixture, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
     for experts, place in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
@@ -50,6 +52,16 @@ def _parts(new: Block, old: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Modu
         yield new.get_submodule(part), [old.get_submodule(path) for path in paths]
 
 
+def _lead_inwards(part: nn.Module, name: str, paths: tuple[str, ...]) -> None:
+    """Let `part`, which is named as a module around the one that it replaces, answer for the inner one, too.
+
+    Models read attributes there, such as `attention.self.image_patch_tokens`.
+    """
+    for outer, _, inner in (path.partition(".") for path in paths):
+        if outer == name and inner and "." not in inner and inner not in part._modules:
+            object.__setattr__(part, inner, part)  # not a child of its own
+
+
 def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
     """`adopt`, for a linear, an embedding or experts."""
     adopt(new, old)
@@ -58,9 +70,7 @@ def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None
 def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
     """`adopt`, and make the block accept the keywords that the layer at `path` of `model` ignores."""
     assert isinstance(new, Block), new
-    parts, kind = path.split("."), cast(Any, type(old))
-    above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-    new.ignore(ignored_keywords(kind, frozenset(map(type, old.modules())), frozenset(map(type, above))))
+    new.ignore(ignored_by(old, model, path))
     adopt(new, old)
 
 
@@ -122,21 +132,34 @@ def require_grad(new: nn.Module, old: nn.Module) -> None:
 
 def _mix_in(new: nn.Module, *old: nn.Module) -> None:
     ours: Any = type(new)
-    new.__class__ = mixed(ours, *map(type, old))
+    theirs = tuple(map(type, old))
+    named = {name for cls in theirs for kind in cls.__mro__ if kind is not nn.Module for name in vars(kind)}
+    own = tuple(sorted(named & {*new._modules, *new._parameters, *new._buffers}))
+    new.__class__ = mixed(ours, *theirs, own=own)
 
 
 @cache
-def mixed(ours: type, *theirs: type) -> type:
-    """Return a subclass of `ours`, named as the first of `theirs`, whose instances are also instances of `theirs`."""
-    made = type(theirs[0].__name__, (ours, *theirs), {"__module__": ours.__module__, "__reduce_ex__": _reduced})
+def mixed(ours: type, *theirs: type, own: tuple[str, ...] = ()) -> type:
+    """Return a subclass of `ours`, named as the first of `theirs`, whose instances are also instances of `theirs`.
+
+    `own`: names of modules and tensors of `ours`, for which `theirs` have attributes of the class, too.
+    """
+    attributes: dict[str, Any] = {name: _held(name) for name in own}
+    attributes |= {"__module__": ours.__module__, "__reduce_ex__": _reduced, "_own_names": own}
+    made = type(theirs[0].__name__, (ours, *theirs), attributes)
     made.forward = ours.forward  # type: ignore[attr-defined]  # undo wrappers that `theirs` adds to its subclasses
     return made
 
 
+def _held(name: str) -> property:
+    """The module or tensor that an instance holds as `name`."""
+    return property(lambda self: nn.Module.__getattr__(self, name))
+
+
 def _reduced(self: nn.Module, protocol: Any) -> tuple:
     """Pickle by the base classes, because the mixed class cannot be imported by name."""
-    return _empty, type(self).__bases__, self.__getstate__()  # type: ignore[attr-defined]
+    return partial(_empty, own=type(self)._own_names), type(self).__bases__, self.__getstate__()  # type: ignore[attr-defined]
 
 
-def _empty(ours: Any, *theirs: Any) -> Any:
-    return object.__new__(mixed(ours, *theirs))
+def _empty(ours: Any, *theirs: Any, own: tuple[str, ...] = ()) -> Any:
+    return object.__new__(mixed(ours, *theirs, own=own))

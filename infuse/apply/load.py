@@ -20,7 +20,7 @@ from infuse.layers.experts import mapped_bytes
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
-from infuse.plan.packed import packed_fill, packed_paths
+from infuse.plan.packed import packed_fill, packed_paths, packings
 from infuse.plan.plan import Plan
 from infuse.shards.index import read_index
 from infuse.shards.plan import saved_plan
@@ -32,6 +32,7 @@ from infuse.weights.lazy import stored_alike, tensor_at
 from infuse.weights.loader import CheckpointLoader
 from infuse.weights.model_tensors import ModelTensors, model_tensors
 from infuse.weights.names import held
+from infuse.weights.pieces import Packed
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.sources import SAVED, find_files
 
@@ -74,7 +75,7 @@ def load(
             files = find_files(source, base_dir)
             _tie(model)
             plan = make_plan(model, config, device, mesh)
-            tensors = model_tensors(model, Checkpoint(files))
+            tensors = model_tensors(model, Checkpoint(files), packings=partial(_packings, model, config, device))
             tensors = replace(tensors, notes=(*tensors.notes, *_coded_notes(tensors, plan)))
             sums = partial(sampled_sums, tensors)
         else:
@@ -146,9 +147,16 @@ def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, d
             f"{folder}: holds layers that were replaced; read it with init_inference(model, checkpoint=...)"
         )
     _tie(model)
-    tensors = model_tensors(model, Checkpoint(find_files(source, base_dir)))
+    checkpoint = Checkpoint(find_files(source, base_dir))
+    tensors = model_tensors(model, checkpoint, packings=partial(_packings, model, config, Device.of(device)))
     with torch.no_grad(), CheckpointLoader(model, tensors, (), dtype, device) as loader:
         loader.place_rest()
+
+
+def _packings(model: nn.Module, config: InferenceConfig, device: Device) -> dict[str, Packed]:
+    """The packed matrices of a model's layers, whether or not they are replaced."""
+    whole = config.model_copy(update={"replace_with_kernel_inject": True})
+    return packings(make_plan(model, whole, device).steps)
 
 
 def _tie(model: nn.Module) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+
+from torch import nn
 
 from infuse.apply.trial import Trial
 from infuse.apply.unknown import proven
@@ -15,6 +16,7 @@ from infuse.architectures.layer import LayerShape
 from infuse.errors import in_brief
 from infuse.inputs.model import like
 from infuse.layers.hook import counted, install_hook
+from infuse.plan.found import models_around
 from infuse.plan.step import Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
@@ -22,6 +24,7 @@ from infuse.proof.in_place import in_place_mismatch
 from infuse.weights.undo import put
 
 NOT_RUN = "the original does not run on random inputs of its own"
+_NOT_CALLED = "the model's attention does not come through it"
 
 
 def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = False) -> str | None:
@@ -74,18 +77,29 @@ def of_split_layer(trial: Trial, step: Step, cases: list[Case]) -> str | None:
 
 
 def of_attention(trial: Trial, step: Step, cases: list[Case]) -> str | None:
-    """Compare the outputs of the model inside with our attention and without it."""
-    model: Any = trial.model.get_submodule(step.path)
-    body = dict(step.bodies)["attention"]
+    """Compare the outputs of the model inside with our attention and without it; or those of a model around it."""
+    reasons = []
+    for path in dict.fromkeys((step.path, *models_around(trial.model, step.path))):
+        reason = _of_attention(trial, step, trial.model.get_submodule(path))
+        if reason is None or not reason.startswith((NOT_RUN, _NOT_CALLED)):
+            return reason
+        reasons.append(reason)
+    return reasons[0]
+
+
+def _of_attention(trial: Trial, step: Step, runs: nn.Module) -> str | None:
+    """Compare the outputs of `runs`, the model inside or one around it."""
+    model, body = trial.model.get_submodule(step.path), dict(step.bodies)["attention"]
     with trial.builder.source.running(), ExitStack() as undo:
         try:
-            wanted = compare.model_outputs(model)
-        except Exception as error:  # e.g. a vision tower that needs image sizes; not our failure
+            wanted = compare.model_outputs(runs)
+        except Exception as error:  # e.g. a model of other inputs than we can make; not our failure
             return f"{NOT_RUN}: {in_brief(error)}"
         install_hook(model, body, partial(put, undo))
         with counted(body) as calls:
-            mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
-    return mismatch or (None if calls else "the model's attention does not come through it")
+            mismatch = compare.hook_mismatch(compare.model_outputs(runs), wanted)
+    is_called = not {type(module).__name__ for module in model.modules()}.isdisjoint(calls)
+    return mismatch or (None if is_called else _NOT_CALLED)
 
 
 def _routers(step: Step) -> Mapping[str, str]:

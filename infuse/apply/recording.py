@@ -13,7 +13,7 @@ from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.errors import CheckpointError, in_brief
 from infuse.plan.bytes import has_state
-from infuse.plan.found import model_around
+from infuse.plan.found import one_by_one
 from infuse.plan.step import Step
 from infuse.proof.cases import Call, Case, expert_cases, matrix_cases, recorded_cases, routed_cases
 from infuse.proof.components import component_cases
@@ -26,17 +26,24 @@ _Record = Callable[[Mapping[str, nn.Module], Mapping[str, Call]], dict[str, list
 
 
 def of_blocks(trial: Trial, steps: Sequence[Step]) -> Cases:
-    """Record runs of the nearest model around each layer."""
-    by_model: dict[tuple[str, bool, tuple[str, ...]], list[str]] = {}
+    """Record runs of the nearest model around each layer that runs and calls it."""
+    by_call: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
     for step in steps:
         assert isinstance(step.shape, LayerShape), step
-        around = model_around(trial.model, step.path)
-        by_model.setdefault((around, step.decodes, step.shape.call.values), []).append(step.path)
+        by_call.setdefault((step.decodes, step.shape.states), []).append(step.path)
     recurs, cases = any(map(has_state, trial.plan.steps)), Cases()
-    for (around, on_cache, states), paths in by_model.items():
-        model = trial.model.get_submodule(around)
-        sessions = partial(block_sessions, model, on_cache, trial.config.kv_cache, states, recurs)
-        cases |= _recorded(trial, paths, partial(_in_sessions, model, sessions))
+    for (on_cache, states), paths in by_call.items():
+        waiting = dict.fromkeys(paths)
+        for around, layers in one_by_one(trial.model, waiting):
+            model = trial.model.get_submodule(around)
+            sessions = partial(block_sessions, model, on_cache, trial.config.kv_cache, states, recurs)
+            found = _recorded(trial, layers, partial(_in_sessions, model, sessions))
+            for path, recorded in found.items():
+                if isinstance(recorded, str):
+                    cases.setdefault(path, recorded)
+                else:
+                    cases[path] = recorded
+                    waiting.pop(path)
     return cases
 
 

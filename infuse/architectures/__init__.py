@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from infuse.architectures import bert, gpt, llama, mixtures, t5
+from infuse.architectures import deepseek, gemma4, gpt, llama, mixtures, relative, t5, towers
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
-SPECS: tuple[LayerSpec, ...] = (*llama.SPECS, *mixtures.SPECS, *gpt.SPECS, *bert.SPECS, *t5.SPECS)
+_FAMILIES = (llama, gemma4, mixtures, deepseek, gpt, t5, relative, towers)
+SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 
 
 BY_CLASS: Mapping[str, tuple[LayerSpec, ...]] = MappingProxyType(
@@ -36,17 +37,23 @@ def register(*specs: LayerSpec) -> Callable[[], None]:
 
 
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
-    """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any."""
+    """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any.
+
+    Not those for other arguments of the class's forward (`takes`).
+    """
     for cls in type(layer).__mro__:
         name = f"{cls.__module__}.{cls.__qualname__}"
-        specs = tuple(spec for spec in _registered if spec.layer == name) or BY_CLASS.get(name)
+        specs = tuple(spec for spec in _registered if spec.layer == name) or BY_CLASS.get(name, ())
+        if any(spec.takes for spec in specs):
+            arguments = inspect.signature(cast(Any, cls).forward).parameters.keys()
+            specs = tuple(spec for spec in specs if arguments >= {*spec.takes})
         if specs:
             return specs
     return ()
 
 
 def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bound:
-    """Bind the first spec whose `when` and `takes` hold.
+    """Bind the first spec whose `when` holds.
 
     SpecMismatch lists how the layer differs from that spec, or what does not hold if there is none.
     """
@@ -57,17 +64,10 @@ def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bou
             for key, value in spec.when
             if getattr(config, key, None) != value
         ]
-        arguments = inspect.signature(_class_of(spec, layer).forward).parameters if spec.takes else ()
-        wrong += [f"its forward takes no {name}" for name in spec.takes if name not in arguments]
         if not wrong:
             return spec.bind(layer, config)
         unmet += wrong
     raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
-
-
-def _class_of(spec: LayerSpec, layer: nn.Module) -> Any:
-    """The class that the spec names, also where the layer is of a user's subclass with another forward."""
-    return next(cls for cls in type(layer).__mro__ if f"{cls.__module__}.{cls.__qualname__}" == spec.layer)
 
 
 __all__ = ["BY_CLASS", "SPECS", "Bound", "bind_any", "register", "specs_for"]

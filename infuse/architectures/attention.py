@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import LAYER, Norm, NormShape
@@ -14,6 +15,7 @@ from infuse.errors import SpecMismatch
 
 GATE_SIGMOID, GATE_SOFTPLUS = "sigmoid", "softplus"  # functions of an output gate
 NO_ATTRIBUTE = ""
+SHARED_STATES = "shared_kv_states"  # the argument in which layers lend their keys and values to later ones
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,21 @@ class Separate:
     q: str
     k: str
     v: str
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries alone: keys and values are another layer's."""
+
+    q: str
+
+
+@dataclass(frozen=True)
+class Lender:
+    """Whose keys and values a layer attends to: the name under which they are passed, and the layer's index."""
+
+    name: str
+    index: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class Rotary:
     `switch`: config key of a list that says for each layer whether it rotates. `where`: attributes of the attention
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
     although the pairs are interleaved. `once`: cos and sin have one column per pair. `sin_first`: (sin, cos) is passed.
+    `flat`: cos and sin are [tokens, width], for all texts alike. `prefix`: they have no rows for the first tokens,
+    which are not turned.
     """
 
     interleaved: bool = False
@@ -53,6 +72,8 @@ class Rotary:
     where: tuple[str, ...] = ()
     once: bool = False
     sin_first: bool = False
+    flat: bool = False
+    prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,64 @@ class RelativeBias:
     farthest: str | int = "relative_attention_max_distance"
 
 
-Position = NoPosition | Rotary | RotaryTable | Alibi | RelativeBias
+@dataclass(frozen=True)
+class PassedScores:
+    """A bias of the scores passed as the keyword `argument`: [B or 1, H, T, L]. None adds nothing."""
+
+    argument: str
+
+
+@dataclass(frozen=True)
+class Disentangled:
+    """Scores of queries with keys of distances, and of keys with queries of distances (He et al. 2021, section 3).
+
+    The layer is called with `relative_pos`, the bucket of each distance [1, T, T], and `rel_embeddings`, a vector for
+    each bucket. `keys` and `queries` are the paths of the linears that make a distance's key and query of its vector,
+    unless the attention shares those of the tokens. See DisentangledShape.
+    """
+
+    keys: str
+    queries: str
+
+    def bind(self, binder: Binder, name: str, attention: str) -> DisentangledShape:
+        """Bind to the settings of the module at the path `attention`."""
+        types = binder.attribute(attention, "pos_att_type") or ()
+        terms = 1 + ("c2p" in types) + ("p2c" in types)
+        if not binder.attribute(attention, "relative_attention"):
+            return DisentangledShape(False, False, 1, False, None, None, terms)
+        span, shared = binder.attribute(attention, "pos_ebd_size"), binder.attribute(attention, "share_att_key")
+        if not isinstance(span, int) or span < 1:
+            binder.differ(f"{attention}.pos_ebd_size is {span!r}, not a number of buckets")
+        bias: dict[str, bool | None] = {}
+        for kind, target, path in (("c2p", "pos_key", self.keys), ("p2c", "pos_query", self.queries)):
+            linear = None if shared or kind not in types else binder.linear(path)
+            if linear is not None:
+                binder.fill_linear(f"{name}.{target}", (path,), linear.bias)
+            bias[target] = None if linear is None else linear.bias
+        by_key, by_query = "c2p" in types, "p2c" in types
+        return DisentangledShape(by_key, by_query, span, bool(shared), bias["pos_key"], bias["pos_query"], terms)
+
+
+@dataclass(frozen=True)
+class DisentangledShape:
+    """A bound Disentangled. `by_key`, `by_query`: whether there are keys and queries of distances.
+
+    `span`: half the number of buckets. `is_shared`: the linears of the tokens make them. `key_bias`, `query_bias`:
+    whether the linears of their own have a bias; None without one. `terms`: how many the scale counts.
+    """
+
+    by_key: bool
+    by_query: bool
+    span: int
+    is_shared: bool
+    key_bias: bool | None
+    query_bias: bool | None
+    terms: int
+
+    values = ("relative_pos", "rel_embeddings")
+
+
+Position = NoPosition | Rotary | RotaryTable | Alibi | RelativeBias | PassedScores | Disentangled | DisentangledShape
 
 
 @dataclass(frozen=True)
@@ -131,6 +209,23 @@ class GateShape:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """Queries at position p are multiplied by 1 + beta log(1 + floor(p / every)) (Llama 4)."""
+
+    beta: float
+    every: float
+
+    @classmethod
+    def bind(cls, binder: Binder) -> Growth:
+        rope: Any = binder.value("rope_parameters")
+        found = [rope.get(key) for key in ("llama_4_scaling_beta", "original_max_position_embeddings")]
+        if not all(isinstance(number, (int, float)) for number in found):
+            binder.differ(f"config.rope_parameters has {found} for the growth of queries, not two numbers")
+            return cls(0.0, 1.0)
+        return cls(*map(float, found))
+
+
+@dataclass(frozen=True)
 class Sinks:
     """The parameter at `path`: a logit per head that joins the softmax and attends to nothing. Layers may lack it.
 
@@ -148,13 +243,16 @@ class Attention:
 
     `heads`: a config key of a number, or of a list with one for each layer. `kv_heads`: a config key, a number, or None
     for one per query head. `scale`: an attribute of `module`, a number, or None for 1/sqrt(head width). `softcap` and
-    `clip`: attributes of `module`. `inverted_mask`: True in the mask means hidden. `norm_after`: q_norm and k_norm
-    follow the rotation. `passes`: keywords that the module passes to its attention function, each with the attribute
-    (or config key) to pass and, optionally, an attribute that is set only in layers that pass it; others pass None.
+    `clip`: attributes of `module`. Separate values may be the keys, before norm and rotation. `lends`: the name under
+    which keys and values are passed to later layers, `borrows`: the layer that lends them. `inverted_mask`: True in the
+    mask means hidden. `norm_after`: q_norm and k_norm follow the rotation. `grows`: queries grow with positions
+    (Growth). `passes`: keywords that the module passes to its attention function, each with the attribute (or config
+    key) to pass and, optionally, an attribute that is set only in layers that pass it; others pass None. `by_name`:
+    False if the module computes its scores itself.
     """
 
     module: str
-    qkv: Separate | Packed
+    qkv: Separate | Packed | Queries
     out: str
     position: Position = NoPosition()
     kv_heads: str | int | None = None
@@ -162,6 +260,7 @@ class Attention:
     scale: str | float | None = "scaling"
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    v_norm: Norm | None = None
     softcap: str | None = None
     clip: str | None = None
     window: Window | None = None
@@ -172,8 +271,12 @@ class Attention:
     gate: OutputGate | None = None
     inner: str = ""
     sinks: Sinks | None = None
+    grows: bool = False
+    by_name: bool = True
+    lends: str = ""
+    borrows: Lender | None = None
 
-    def of_layer(self, layer: object, config: object) -> Attention:
+    def of_layer(self, layer: Any, config: Any) -> Attention:
         return self
 
     def bind(self, binder: Binder, name: str) -> AttentionShape:
@@ -187,6 +290,7 @@ class Attention:
         binder.fill_linear(f"{name}.out", (self.out,), out.bias)
         if out.columns != heads * width:
             binder.differ(f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}")
+        position = self._position(binder, name)
         return AttentionShape(
             name=name,
             hidden=hidden,
@@ -195,8 +299,8 @@ class Attention:
             head_width=width,
             qkv_bias=bias,
             out_bias=out.bias,
-            position=self._position(binder, name),
-            scale=self._scale(binder, width),
+            position=position,
+            scale=self._scale(binder, width, position),
             softcap=self._softcap(binder),
             clip=self._number(binder, self.clip),
             window=self._window(binder),
@@ -210,7 +314,19 @@ class Attention:
             replaces=(*((f"{self.module}.{self.inner}",) if self.inner else ()), self.module),
             sinks=self._sinks(binder, name, heads),
             sinks_in_weights=self.sinks is not None and self.sinks.in_weights,
+            growth=Growth.bind(binder) if self.grows else None,
+            by_name=self.by_name,
+            v_norm=self._v_norm(binder, name, width),
+            lends=self.lends,
+            borrows=self.borrows,
         )
+
+    def _v_norm(self, binder: Binder, name: str, width: int) -> NormShape | None:
+        """A norm over each head of the values, which has no weight."""
+        norm = None if self.v_norm is None else self.v_norm.bind(binder, f"{name}.v_norm")
+        if norm is not None and norm.weight is not None:
+            binder.differ(f"the norm of values has a weight {norm.weight}")
+        return None if norm is None else replace(norm, width=width)
 
     def _passed(self, binder: Binder) -> tuple[tuple[str, str], ...]:
         """Keywords and the attributes that this layer passes; no attribute stands for None."""
@@ -233,9 +349,17 @@ class Attention:
 
     def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
         """Bind the projections; return hidden width, head width, and whether they have a bias."""
+        if isinstance(self.qkv, Queries):
+            q = binder.linear(self.qkv.q)
+            if q.rows % heads:
+                binder.differ(f"{self.qkv.q} has {q.rows} rows; {heads} heads do not divide them")
+            binder.fill_linear(target, (self.qkv.q,), q.bias)
+            return q.columns, q.rows // heads, q.bias
         if isinstance(self.qkv, Separate):
             paths = (self.qkv.q, self.qkv.k, self.qkv.v)
-            q, k, v = linears = [binder.linear(path) for path in paths]
+            q, k = (binder.linear(path) for path in paths[:2])
+            v = k if self.qkv.v == self.qkv.k else binder.linear(self.qkv.v)
+            linears = [q, k, v]
             width = q.rows // heads
             expected = (heads * width, kv_heads * width, kv_heads * width)
             if (q.rows, k.rows, v.rows) != expected:
@@ -253,7 +377,9 @@ class Attention:
         binder.fill_linear(target, (self.qkv.path,), packed.bias, packing, Heads(heads, kv_heads, width))
         return packed.columns, width, packed.bias
 
-    def _scale(self, binder: Binder, width: int) -> float:
+    def _scale(self, binder: Binder, width: int, position: Position) -> float:
+        if isinstance(position, DisentangledShape):
+            return 1 / math.sqrt(max(width, 1) * position.terms)
         if isinstance(self.scale, str):
             scale = getattr(binder.module(self.module, optional=True), self.scale, None)
             if isinstance(scale, (int, float)):
@@ -281,6 +407,8 @@ class Attention:
             if not any(path == position.buffer for path, _ in binder.layer.named_buffers()):
                 binder.differ(f"there is no buffer {position.buffer}")
             binder.fills.append(Fill(f"{name}.positions.table", (position.buffer,)))
+        if isinstance(position, Disentangled):
+            return position.bind(binder, name, self.module)
         return self._relative(binder, name, position) if isinstance(position, RelativeBias) else position
 
     def _relative(self, binder: Binder, name: str, position: RelativeBias) -> RelativeBias:
@@ -307,8 +435,9 @@ class Attention:
 class AttentionShape(MixerShape):
     """Dimensions and settings of one attention. `name` is the name of its module in the block.
 
-    If ranks share it, the values are one rank's: `first_head` is its first query head, `head_counts` are
-    the query heads of every rank.
+    If ranks share it, the values are one rank's: `first_head` and `first_kv_head` are its first heads, `head_counts`
+    are the query heads of every rank. `by_name`: False if the original computes its scores itself, whatever function
+    its config names.
     """
 
     name: str
@@ -335,6 +464,16 @@ class AttentionShape(MixerShape):
     replaces: tuple[str, ...] = ()
     sinks: bool = False
     sinks_in_weights: bool = False
+    growth: Growth | None = None
+    by_name: bool = True
+    v_norm: NormShape | None = None
+    lends: str = ""
+    borrows: Lender | None = None
+    first_kv_head: int = 0
+
+    @property
+    def taken_extents(self) -> tuple[Extent, ...]:
+        return () if self.borrows is None else (Extent(KV_HEADS, self.kv_heads, self.head_width),)
 
     @property
     def all_heads(self) -> int:
@@ -342,7 +481,11 @@ class AttentionShape(MixerShape):
 
     @property
     def bias_argument(self) -> str | None:
-        return self.position.argument if isinstance(self.position, (Alibi, RelativeBias)) else None
+        return self.position.argument if isinstance(self.position, (Alibi, RelativeBias, PassedScores)) else None
+
+    @property
+    def mask_of_numbers(self) -> bool:
+        return isinstance(self.position, DisentangledShape)
 
     @property
     def cached_rows(self) -> tuple[tuple[int, int], ...]:
@@ -352,14 +495,22 @@ class AttentionShape(MixerShape):
     def matrices(self) -> tuple[Matrix, ...]:
         width = self.head_width
         queries, keys = Extent(HEADS, self.heads, width), Extent(KV_HEADS, self.kv_heads, width)
-        merged = (queries, keys, keys)
+        merged = (queries, keys, keys) if self.borrows is None else (queries,)
         rows = sum(extent.length for extent in merged)
         qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged)
         out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,))
-        if self.gate is None:
-            return qkv, out
-        gates = Extent(HEADS, self.heads, self.gate.width)
-        return qkv, out, Matrix("gate", gates.length, self.hidden, self.gate.bias, COLUMN, (gates,))
+        more = []
+        if self.gate is not None:
+            gates = Extent(HEADS, self.heads, self.gate.width)
+            more = [Matrix("gate", gates.length, self.hidden, self.gate.bias, COLUMN, (gates,))]
+        if isinstance(self.position, DisentangledShape):
+            biases = (("pos_key", self.position.key_bias), ("pos_query", self.position.query_bias))
+            more += [
+                Matrix(target, queries.length, self.hidden, bias, COLUMN, (queries,))
+                for target, bias in biases
+                if bias is not None
+            ]
+        return qkv, out, *more
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -392,12 +543,17 @@ class AttentionShape(MixerShape):
             q_norm=self._norm_of_rank(self.q_norm, share.count(HEADS), 1),
             k_norm=self._norm_of_rank(self.k_norm, share.count(KV_HEADS), sharers),
             first_head=share.own[HEADS][0],
+            first_kv_head=share.own[KV_HEADS][0],
             head_counts=share.counts(HEADS),
         )
 
     def _norms(self) -> list[tuple[str, NormShape, str, int]]:
         """Name, norm, unit and head count of each query or key norm."""
-        norms = (("q_norm", self.q_norm, HEADS, self.heads), ("k_norm", self.k_norm, KV_HEADS, self.kv_heads))
+        norms = (
+            ("q_norm", self.q_norm, HEADS, self.heads),
+            ("k_norm", self.k_norm, KV_HEADS, self.kv_heads),
+            ("v_norm", self.v_norm, KV_HEADS, self.kv_heads),
+        )
         return [(name, norm, unit, count) for name, norm, unit, count in norms if norm is not None]
 
     def _extents(self, norm: NormShape, unit: str, count: int) -> tuple[Extent, ...]:

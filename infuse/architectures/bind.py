@@ -70,6 +70,14 @@ class Binder:
             self.differ(f"config.{key} is {number!r}, not a number")
         return 1.0
 
+    def own_factor(self, name: str) -> float:
+        """A number that is an attribute of the layer."""
+        number = self.attribute("", name)
+        if isinstance(number, (int, float)):
+            return float(number)
+        self.differ(f"the layer's {name} is {number!r}, not a number")
+        return 1.0
+
     def module(self, path: str, optional: bool = False) -> nn.Module | None:
         try:
             return self.layer.get_submodule(path)

@@ -1,29 +1,22 @@
-"""GPT family: decoders with LayerNorm and a plain MLP that differ in packing, positions and residual."""
+"""GPT family: decoders with LayerNorm and a plain MLP whose positions, windows or linears no graph tells.
+
+GPT-2, GPT-BigCode, GPT-NeoX and OPT are read from their graphs.
+"""
 
 from infuse.activations import Act
 from infuse.architectures.attention import Alibi, Attention, NoPosition, Packed, Rotary, RotaryTable, Separate, Window
-from infuse.architectures.layer import TENSOR, TUPLE, LayerSpec
+from infuse.architectures.layer import TUPLE, LayerSpec
 from infuse.architectures.mlp import MLP
 from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import FOUR_PARTS, PER_GROUP, PER_HEAD
-from infuse.architectures.program import PARALLEL, POST, PRE
+from infuse.architectures.program import PARALLEL, PRE
 
 _M = "transformers.models."
 
-GPT2 = LayerSpec(
-    layer=_M + "gpt2.modeling_gpt2.GPT2Block",
-    norm1=Norm("ln_1", LAYER),
-    attn=Attention(module="attn", qkv=Packed("attn.c_attn"), out="attn.c_proj"),
-    norm2=Norm("ln_2", LAYER),
-    mlp=MLP(up="mlp.c_fc", down="mlp.c_proj", activation="activation_function"),
-    transposed=True,
-)
-_BIGCODE = GPT2.but(layer=_M + "gpt_bigcode.modeling_gpt_bigcode.GPTBigCodeBlock", transposed=False)
-BIGCODE = _BIGCODE.but(when=(("multi_query", True),), attn=dict(kv_heads=1))
-BIGCODE_HEADS = _BIGCODE.but(when=(("multi_query", False),), attn=dict(qkv=Packed("attn.c_attn", PER_HEAD)))
-
-GPT_NEO = GPT2.but(
+# The window is a buffer that the layer adds to each mask.
+GPT_NEO = LayerSpec(
     layer=_M + "gpt_neo.modeling_gpt_neo.GPTNeoBlock",
+    norm1=Norm("ln_1", LAYER),
     attn=Attention(
         module="attn.attention",
         qkv=Separate("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
@@ -31,10 +24,13 @@ GPT_NEO = GPT2.but(
         scale=1.0,
         window=Window("attention_layers", "local", "window_size", "max_position_embeddings"),
     ),
-    transposed=False,
+    norm2=Norm("ln_2", LAYER),
+    mlp=MLP(up="mlp.c_fc", down="mlp.c_proj", activation="activation_function"),
     returns=TUPLE,
 )
 
+# Until transformers 5.24 the layer looks up its rows of a table by positions; since then the model passes them, and the
+# layer is read.
 GPTJ = LayerSpec(
     layer=_M + "gptj.modeling_gptj.GPTJBlock",
     norm1=Norm("ln_1", LAYER),
@@ -48,42 +44,13 @@ GPTJ = LayerSpec(
     mlp=MLP(up="mlp.fc_in", down="mlp.fc_out", activation="activation_function"),
     residual=PARALLEL,
     returns=TUPLE,
+    takes=("layer_past",),
 )
-# Since transformers 5.24 the model looks up the table and passes its rows.
-GPTJ_PASSED = GPTJ.but(
-    attn=dict(position=Rotary(interleaved=True, once=True, sin_first=True), scale="scaling"),
-    returns=TENSOR,
-    takes=("position_embeddings",),
+CODEGEN = GPTJ.but(
+    layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS))
 )
-_CODEGEN = dict(layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS)))
-CODEGEN, CODEGEN_PASSED = GPTJ.but(**_CODEGEN), GPTJ_PASSED.but(**_CODEGEN)
 
-_NEOX = LayerSpec(
-    layer=_M + "gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
-    norm1=Norm("input_layernorm", LAYER),
-    attn=Attention(
-        module="attention", qkv=Packed("attention.query_key_value", PER_HEAD), out="attention.dense", position=Rotary()
-    ),
-    norm2=Norm("post_attention_layernorm", LAYER),
-    mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-)
-GPT_NEOX = _NEOX.but(residual=PARALLEL, when=(("use_parallel_residual", True),))
-GPT_NEOX_SERIAL = _NEOX.but(residual=PRE, when=(("use_parallel_residual", False),))
-
-_OPT = LayerSpec(
-    layer=_M + "opt.modeling_opt.OPTDecoderLayer",
-    norm1=Norm("self_attn_layer_norm", LAYER),
-    attn=Attention(
-        module="self_attn",
-        qkv=Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out="self_attn.out_proj",
-    ),
-    norm2=Norm("final_layer_norm", LAYER),
-    mlp=MLP(up="fc1", down="fc2", activation="activation_function"),
-)
-OPT = _OPT.but(residual=PRE, when=(("do_layer_norm_before", True),))
-OPT_POST = _OPT.but(residual=POST, when=(("do_layer_norm_before", False),))
-
+# ALiBi is an argument whose rows are the heads of all texts.
 BLOOM = LayerSpec(
     layer=_M + "bloom.modeling_bloom.BloomBlock",
     norm1=Norm("input_layernorm", LAYER),
@@ -100,6 +67,7 @@ BLOOM = LayerSpec(
     expect=(("apply_residual_connection_post_layernorm", False), ("slow_but_exact", False)),
 )
 
+# ALiBi as an argument, and a mask in which True is hidden.
 MPT = LayerSpec(
     layer=_M + "mpt.modeling_mpt.MptBlock",
     norm1=Norm("norm_1", LAYER),
@@ -118,6 +86,7 @@ MPT = LayerSpec(
     returns=TUPLE,
 )
 
+# Its linears are of a class of their own, which nothing but a spec replaces.
 _FALCON = LayerSpec(
     layer=_M + "falcon.modeling_falcon.FalconDecoderLayer",
     norm1=Norm("input_layernorm", LAYER),
@@ -150,6 +119,5 @@ FALCON_RW = _SERIAL.but(
 FALCON_RW_ROTARY = _SERIAL.but(attn=_RW_HEADS, when=(*_RW, _NO_ALIBI))
 
 SPECS = (
-    GPT2, BIGCODE, BIGCODE_HEADS, GPT_NEO, GPTJ_PASSED, GPTJ, CODEGEN_PASSED, CODEGEN, GPT_NEOX, GPT_NEOX_SERIAL, OPT,
-    OPT_POST, BLOOM, MPT, FALCON_TWO_NORMS, FALCON_ONE_NORM, FALCON_7B, FALCON_RW, FALCON_RW_ROTARY,
+    GPT_NEO, GPTJ, CODEGEN, BLOOM, MPT, FALCON_TWO_NORMS, FALCON_ONE_NORM, FALCON_7B, FALCON_RW, FALCON_RW_ROTARY,
 )  # fmt: skip

@@ -7,6 +7,7 @@ layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. D
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ from infuse.architectures.part import MixerShape, PartShape
 from infuse.architectures.program import NORMS, PRE, Program, ProgramShape, program_of
 from infuse.errors import SpecMismatch
 
-TENSOR, TUPLE, BIASED = "tensor", "tuple", "biased"  # return type of the layer's forward; BIASED: T5's, with its bias
+# Return types of a layer's forward. TUPLE: with attention weights; SINGLE: a tuple of one, and of
+# two if the layer has an argument that asks for the weights; BIASED: T5's, with a bias.
+TENSOR, TUPLE, SINGLE, BIASED = "tensor", "tuple", "single", "biased"
 
 
 class Part(Protocol):
@@ -49,9 +52,10 @@ class LayerSpec:
 
     `when`: config values, and `takes`: arguments of its forward, which select among the specs of one class. `expect`:
     config values that must hold. `norm1` and `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP.
+    `residual_scale`: config key, and `residual_attribute`: the layer's attribute, of a factor of both branches.
     SANDWICH adds `post1` and `post2` on their outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`:
     arguments that only repeat the mask. A layer of another shape names its further parts in `more` and its steps in
-    `program`; `values` are the arguments of its forward that these steps read.
+    `program`; `values` are the arguments of its forward that these steps read. `ends`, `clamps`: as in CallSpec.
     """
 
     layer: str
@@ -63,6 +67,7 @@ class LayerSpec:
     post2: Norm | None = None
     residual: str = PRE
     residual_scale: str | None = None
+    residual_attribute: str | None = None
     transposed: bool = False
     returns: str = TENSOR
     when: tuple[tuple[str, Any], ...] = ()
@@ -72,6 +77,8 @@ class LayerSpec:
     program: Program = ()
     values: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
+    ends: str = ""
+    clamps: bool = False
 
     def but(self, **changes: Any) -> LayerSpec:
         """Return a variant of the spec. A dict for `attn` or `mlp` changes fields of that part."""
@@ -98,6 +105,7 @@ class LayerSpec:
         bound = {name: None if part is None else part.bind(binder, name) for name, part in declared.items()}
         absent = {part for part, shape in bound.items() if shape is None}
         scale = binder.factor(self.residual_scale) if self.residual_scale else 1.0
+        scale *= binder.own_factor(self.residual_attribute) if self.residual_attribute else 1.0
         steps = tuple(step for step in self.program if step.part not in absent)
         after_hidden = list(inspect.signature(type(layer).forward).parameters.values())[2:]
         shape = LayerShape(
@@ -108,6 +116,8 @@ class LayerSpec:
                 repeated=self.repeated,
                 values=self.values,
                 returns=self.returns,
+                ends=self.ends,
+                clamps=self.clamps,
             ),
         )
         if differences := [*binder.differences, *binder.unclaimed()]:
@@ -120,13 +130,18 @@ class CallSpec:
     """How a layer is called, and what it returns.
 
     `arguments` are its positional arguments after the hidden states, `repeated` those that only repeat the mask,
-    `values` those that steps of its program read by name.
+    `values` those that steps of its program read by name. `ends`: for a layer that takes the tokens of several texts
+    in one row, [tokens, width], the argument with their ends, [0, end of the first, ...]. Each token sees its own text.
+    `unread`: arguments that are passed and not looked at. `clamps`: the results in float16, which no block does.
     """
 
     arguments: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     returns: str = TENSOR
+    ends: str = ""
+    unread: tuple[str, ...] = ()
+    clamps: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,9 +156,18 @@ class LayerShape(ProgramShape):
         return {name: part for name, part in self.held if isinstance(part, MixerShape)}
 
     @property
+    def states(self) -> tuple[str, ...]:
+        """Arguments that attention goes over: states of an encoder."""
+        return tuple(step.over for step in self.program if step.over and step.part in self.mixers)
+
+    @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
         return all(mixer.causal for mixer in self.mixers.values())
+
+    def but_unread(self, names: Iterable[str]) -> LayerShape:
+        """The shape of a layer that takes these arguments, too, and looks at none."""
+        return replace(self, call=replace(self.call, unread=tuple(names)))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
-"""Llama family: rotary decoders with separate projections, most with RMSNorm and a gated MLP."""
+"""Llama family, as far as it is written: layers whose graphs do not tell all, and what specs of mixtures begin with.
 
-from infuse.architectures.attention import Attention, Packed, Rotary, Separate, Sinks
+Its other members (Mistral, Qwen, Gemma, Phi, Granite, OLMo, Cohere, ...) are read from their graphs.
+"""
+
+from infuse.architectures.attention import Attention, Rotary, Separate, Sinks
 from infuse.architectures.layer import LayerSpec
-from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
+from infuse.architectures.mlp import GatedMLP
 from infuse.architectures.norm import LAYER, RMS, Norm
-from infuse.architectures.program import PARALLEL, PRE, SANDWICH
+from infuse.architectures.program import PARALLEL, PRE
 
 _M = "transformers.models."
 
+# Its graph tells all of it; it is written because mixtures are, whose routers no graph tells.
 LLAMA = LayerSpec(
     layer=_M + "llama.modeling_llama.LlamaDecoderLayer",
     norm1=Norm("input_layernorm", RMS),
@@ -21,65 +25,21 @@ LLAMA = LayerSpec(
     norm2=Norm("post_attention_layernorm", RMS),
     mlp=GatedMLP(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
 )
-_QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
+QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
+WINDOW = (("sliding_window", "sliding_window"),)
 
-_WINDOW = (("sliding_window", "sliding_window"),)
-
-MISTRAL = LLAMA.but(layer=_M + "mistral.modeling_mistral.MistralDecoderLayer", attn=dict(passes=_WINDOW))
-QWEN2 = LLAMA.but(layer=_M + "qwen2.modeling_qwen2.Qwen2DecoderLayer", attn=dict(passes=_WINDOW))
-QWEN3 = QWEN2.but(layer=_M + "qwen3.modeling_qwen3.Qwen3DecoderLayer", attn=_QK_NORM)
-GRANITE = LLAMA.but(layer=_M + "granite.modeling_granite.GraniteDecoderLayer", residual_scale="residual_multiplier")
-SINKS = dict(sinks=Sinks("self_attn.sinks"), passes=(*_WINDOW, ("s_aux", "sinks")))
+# The graph has sinks as the gradient of a logarithm of sums: read, they would be another attention.
+SINKS = dict(sinks=Sinks("self_attn.sinks"), passes=(*WINDOW, ("s_aux", "sinks")))
 GRANITE_SINKS = dict(
     SINKS, sinks=Sinks("self_attn.sinks", in_weights=False), position=Rotary(switch="layer_rope_theta")
 )
-GRANITE_SWA = GRANITE.but(layer=_M + "granite_swa.modeling_granite_swa.GraniteSWADecoderLayer", attn=GRANITE_SINKS)
-SMOLLM3 = LLAMA.but(
-    layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer",
-    attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW),
+GRANITE_SWA = LLAMA.but(
+    layer=_M + "granite_swa.modeling_granite_swa.GraniteSWADecoderLayer",
+    residual_scale="residual_multiplier",
+    attn=GRANITE_SINKS,
 )
 
-PHI3 = LLAMA.but(
-    layer=_M + "phi3.modeling_phi3.Phi3DecoderLayer",
-    attn=dict(qkv=Packed("self_attn.qkv_proj"), passes=_WINDOW),
-    mlp=PackedGatedMLP(gate_up="mlp.gate_up_proj", down="mlp.down_proj"),
-)
-
-GEMMA = LLAMA.but(
-    layer=_M + "gemma.modeling_gemma.GemmaDecoderLayer",
-    norm1=Norm("input_layernorm", RMS, offset=1.0),
-    norm2=Norm("post_attention_layernorm", RMS, offset=1.0),
-)
-GEMMA2 = GEMMA.but(
-    layer=_M + "gemma2.modeling_gemma2.Gemma2DecoderLayer",
-    residual=SANDWICH,
-    post1=Norm("post_attention_layernorm", RMS, offset=1.0),
-    norm2=Norm("pre_feedforward_layernorm", RMS, offset=1.0),
-    post2=Norm("post_feedforward_layernorm", RMS, offset=1.0),
-    attn=dict(softcap="attn_logit_softcapping", passes=(*_WINDOW, ("softcap", "attn_logit_softcapping"))),
-    mlp=dict(activation="hidden_activation"),
-)
-# Gemma 3 keeps the soft cap attribute, but its attention does not apply it.
-GEMMA3 = GEMMA2.but(
-    layer=_M + "gemma3.modeling_gemma3.Gemma3DecoderLayer",
-    attn=dict(
-        softcap=None,
-        q_norm=Norm("self_attn.q_norm", RMS, offset=1.0),
-        k_norm=Norm("self_attn.k_norm", RMS, offset=1.0),
-        passes=_WINDOW,
-    ),
-)
-
-OLMO2 = LLAMA.but(
-    layer=_M + "olmo2.modeling_olmo2.Olmo2DecoderLayer",
-    residual=SANDWICH,
-    norm1=None,
-    norm2=None,
-    post1=Norm("post_attention_layernorm", RMS),
-    post2=Norm("post_feedforward_layernorm", RMS),
-    attn=_QK_NORM,
-)
-
+# Queries and keys have a norm module for each head, which the graph applies to slices.
 _STABLELM = LLAMA.but(
     layer=_M + "stablelm.modeling_stablelm.StableLmDecoderLayer",
     norm1=Norm("input_layernorm", LAYER),
@@ -90,42 +50,9 @@ STABLELM = _STABLELM.but(
 )
 STABLELM_PARALLEL = _STABLELM.but(norm2=None, residual=PARALLEL, when=(("use_parallel_residual", True),))
 
-STARCODER2 = MISTRAL.but(
-    layer=_M + "starcoder2.modeling_starcoder2.Starcoder2DecoderLayer",
-    norm1=Norm("input_layernorm", LAYER),
-    norm2=Norm("post_attention_layernorm", LAYER),
-    mlp=MLP(up="mlp.c_fc", down="mlp.c_proj"),
-)
-NEMOTRON = LLAMA.but(
-    layer=_M + "nemotron.modeling_nemotron.NemotronDecoderLayer",
-    attn=dict(scale=None),  # older releases compute the scale inline, without an attribute
-    norm1=Norm("input_layernorm", LAYER, offset=1.0),
-    norm2=Norm("post_attention_layernorm", LAYER, offset=1.0),
-    mlp=MLP(up="mlp.up_proj", down="mlp.down_proj"),
-)
-COHERE = LLAMA.but(
-    layer=_M + "cohere.modeling_cohere.CohereDecoderLayer",
-    residual=PARALLEL,
-    norm1=Norm("input_layernorm", LAYER),
-    norm2=None,
-    attn=dict(
-        position=Rotary(interleaved=True),
-        q_norm=Norm("self_attn.q_norm", LAYER),
-        k_norm=Norm("self_attn.k_norm", LAYER),
-    ),
-)
-PHI = LLAMA.but(
-    layer=_M + "phi.modeling_phi.PhiDecoderLayer",
-    residual=PARALLEL,
-    norm1=Norm("input_layernorm", LAYER),
-    norm2=None,
-    attn=dict(
-        out="self_attn.dense", q_norm=Norm("self_attn.q_layernorm", LAYER), k_norm=Norm("self_attn.k_layernorm", LAYER)
-    ),
-    mlp=MLP(up="mlp.fc1", down="mlp.fc2"),
+# Queries are multiplied by a function of their positions, which no part that is read computes.
+MINISTRAL3 = LLAMA.but(
+    layer=_M + "ministral3.modeling_ministral3.Ministral3DecoderLayer", attn=dict(grows=True, passes=WINDOW)
 )
 
-SPECS = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE_SWA, SMOLLM3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2,
-    STABLELM, STABLELM_PARALLEL, STARCODER2, NEMOTRON, COHERE, PHI,
-)  # fmt: skip
+SPECS = (LLAMA, MINISTRAL3, GRANITE_SWA, STABLELM, STABLELM_PARALLEL)

@@ -1,9 +1,13 @@
-"""Mixtures of experts: decoders whose feed-forward part is a mixture, in all layers or in some."""
+"""Mixtures of experts: decoders whose feed-forward part is a mixture, in all layers or in some.
+
+They are written: a graph has one way through a router for the tokens that it was made with, and experts whose function
+the config names.
+"""
 
 from dataclasses import replace
 
 from infuse.architectures.attention import GATE_SOFTPLUS, OutputGate, Rotary
-from infuse.architectures.llama import GRANITE_SINKS, LLAMA, MISTRAL, QWEN3, SINKS
+from infuse.architectures.llama import GRANITE_SINKS, LLAMA, QK_NORM, SINKS, WINDOW
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
 from infuse.architectures.norm import LAYER, RMS, Norm
@@ -96,14 +100,28 @@ COHERE_SIGMOID_ROUTER = Router(
 )
 ARIA_ROUTER = Router("mlp.router", score=None, rounded_score=True, weights=SOFTMAX_OF_SCORES)
 DEEPSEEK_V2_ROUTER = Router("mlp.gate", logits=FLOAT32, weights=PICKED, scale="routed_scaling_factor", in_order=False)
-DEEPSEEK_V2_GROUPS = Groups(MAX, fill=0.0)
+MISTRAL4_ROUTER = Router(
+    "mlp.gate",
+    rounded_score=True,
+    groups=Groups(fill=0.0),
+    normalise="norm_topk_prob",
+    eps=1e-20,
+    scale="routed_scaling_factor",
+    in_order=False,
+)
 
-_QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
+# The dense layers that mixtures are like: Mistral's and Qwen 3's.
+_MISTRAL = LLAMA.but(attn=dict(passes=WINDOW))
+_QWEN3 = LLAMA.but(attn=dict(passes=WINDOW, **QK_NORM))
 _SHARED = _gated("mlp.shared_experts")
-_DEEPSEEK_MOE = MoE(DEEPSEEK_ROUTER, shared=_SHARED, dense=_gated("mlp"))
+DEEPSEEK_MOE = MoE(DEEPSEEK_ROUTER, shared=_SHARED, dense=_gated("mlp"))
+DEEPSEEK_V2_MOE = MoE(DEEPSEEK_V2_ROUTER, shared=_SHARED, dense=_gated("mlp"))
+DEEPSEEK_V2_GROUPED = replace(DEEPSEEK_V2_MOE, router=replace(DEEPSEEK_V2_ROUTER, groups=Groups(MAX, fill=0.0)))
+WITHOUT_GROUPS, IN_GROUPS = (("topk_method", "greedy"),), (("topk_method", "group_limited_greedy"),)
+MISTRAL4_MOE = MoE(MISTRAL4_ROUTER, shared=_SHARED, dense=_gated("mlp"))
 
-MIXTRAL = MISTRAL.but(layer=_M + "mixtral.modeling_mixtral.MixtralDecoderLayer", mlp=MoE(MIXTRAL_ROUTER))
-QWEN3_MOE = QWEN3.but(
+MIXTRAL = _MISTRAL.but(layer=_M + "mixtral.modeling_mixtral.MixtralDecoderLayer", mlp=MoE(MIXTRAL_ROUTER))
+QWEN3_MOE = _QWEN3.but(
     layer=_M + "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer", mlp=MoE(QWEN_ROUTER, dense=_gated("mlp"))
 )
 QWEN2_MOE = LLAMA.but(
@@ -111,9 +129,9 @@ QWEN2_MOE = LLAMA.but(
     mlp=MoE(QWEN_ROUTER, shared=_gated("mlp.shared_expert"), gate="mlp.shared_expert_gate", dense=_gated("mlp")),
 )
 MELLUM = QWEN3_MOE.but(layer=_M + "mellum.modeling_mellum.MellumDecoderLayer")
-OLMOE = MISTRAL.but(
+OLMOE = _MISTRAL.but(
     layer=_M + "olmoe.modeling_olmoe.OlmoeDecoderLayer",
-    attn=_QK_NORM,
+    attn=QK_NORM,
     mlp=MoE(QWEN_ROUTER),
     expect=(("clip_qkv", None),),
 )
@@ -124,19 +142,19 @@ FLEX_OLMO = LLAMA.but(
     norm2=None,
     post1=Norm("post_attention_layernorm", RMS),
     post2=Norm("post_feedforward_layernorm", RMS),
-    attn=_QK_NORM,
+    attn=QK_NORM,
     mlp=MoE(QWEN_ROUTER),
 )
-GLM4_MOE = LLAMA.but(layer=_M + "glm4_moe.modeling_glm4_moe.Glm4MoeDecoderLayer", attn=_QK_NORM, mlp=_DEEPSEEK_MOE)
-DOTS1 = QWEN3.but(layer=_M + "dots1.modeling_dots1.Dots1DecoderLayer", mlp=_DEEPSEEK_MOE)
-SOLAR_OPEN = LLAMA.but(layer=_M + "solar_open.modeling_solar_open.SolarOpenDecoderLayer", mlp=_DEEPSEEK_MOE)
+GLM4_MOE = LLAMA.but(layer=_M + "glm4_moe.modeling_glm4_moe.Glm4MoeDecoderLayer", attn=QK_NORM, mlp=DEEPSEEK_MOE)
+DOTS1 = _QWEN3.but(layer=_M + "dots1.modeling_dots1.Dots1DecoderLayer", mlp=DEEPSEEK_MOE)
+SOLAR_OPEN = LLAMA.but(layer=_M + "solar_open.modeling_solar_open.SolarOpenDecoderLayer", mlp=DEEPSEEK_MOE)
 HY_V3 = LLAMA.but(
     layer=_M + "hy_v3.modeling_hy_v3.HYV3DecoderLayer",
-    attn=_QK_NORM,
+    attn=QK_NORM,
     mlp=MoE(HY_ROUTER, shared=_SHARED, dense=_gated("mlp")),
 )
 MINIMAX_M2 = LLAMA.but(
-    layer=_M + "minimax_m2.modeling_minimax_m2.MiniMaxM2DecoderLayer", attn=_QK_NORM, mlp=MoE(MINIMAX_ROUTER)
+    layer=_M + "minimax_m2.modeling_minimax_m2.MiniMaxM2DecoderLayer", attn=QK_NORM, mlp=MoE(MINIMAX_ROUTER)
 )
 ERNIE4_5_MOE = LLAMA.but(
     layer=_M + "ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeDecoderLayer",
@@ -162,7 +180,7 @@ GPT_OSS = LLAMA.but(
 )
 FLINT = LLAMA.but(
     layer=_M + "flint.modeling_flint.FlintDecoderLayer",
-    attn=dict(SINKS, position=Rotary(where=("sliding_window",)), **_QK_NORM),
+    attn=dict(SINKS, position=Rotary(where=("sliding_window",)), **QK_NORM),
     mlp=MoE(FLINT_ROUTER, shared=_gated("mlp.shared_expert"), dense=_gated("mlp")),
 )
 HUNYUAN_MOE = LLAMA.but(
@@ -180,10 +198,10 @@ PHIMOE = LLAMA.but(
 )
 
 # Layers with a sliding window rotate, the others have no positions.
-EXAONE_MOE = QWEN3.but(
+EXAONE_MOE = _QWEN3.but(
     layer=_M + "exaone_moe.modeling_exaone_moe.ExaoneMoeDecoderLayer",
     attn=dict(position=Rotary(where=("is_sliding",)), passes=(("sliding_window", "sliding_window", "is_sliding"),)),
-    mlp=_DEEPSEEK_MOE,
+    mlp=DEEPSEEK_MOE,
 )
 KOLIBRI1 = EXAONE_MOE.but(
     layer=_M + "kolibri1.modeling_kolibri1.Kolibri1DecoderLayer",
@@ -192,7 +210,7 @@ KOLIBRI1 = EXAONE_MOE.but(
     post2=Norm("post_mlp_layernorm", RMS),
     mlp=MoE(KOLIBRI_ROUTER, shared=_SHARED),
 )
-AFMOE = QWEN3.but(
+AFMOE = _QWEN3.but(
     layer=_M + "afmoe.modeling_afmoe.AfmoeDecoderLayer",
     residual=SANDWICH,
     post1=Norm("post_attention_layernorm", RMS),
@@ -201,12 +219,12 @@ AFMOE = QWEN3.but(
     attn=dict(position=Rotary(where=("is_local_attention",)), gate=OutputGate("self_attn.gate_proj")),
     mlp=MoE(AFMOE_ROUTER, shared=_SHARED, dense=_gated("mlp")),
 )
-LAGUNA = QWEN3.but(
+LAGUNA = _QWEN3.but(
     layer=_M + "laguna.modeling_laguna.LagunaDecoderLayer",
     attn=dict(heads="num_attention_heads_per_layer", gate=OutputGate("self_attn.g_proj", GATE_SOFTPLUS)),
     mlp=MoE(LAGUNA_ROUTER, shared=_SHARED, dense=_gated("mlp"), scale="routed_scaling_factor"),
 )
-_COHERE2_MOE = MISTRAL.but(
+_COHERE2_MOE = _MISTRAL.but(
     layer=_M + "cohere2_moe.modeling_cohere2_moe.Cohere2MoeDecoderLayer",
     residual=PARALLEL,
     norm2=None,
@@ -223,7 +241,7 @@ COHERE2_MOE_RMS_SIGMOID = _BY_SIGMOID
 
 # Text layers of models that also see or hear.
 ARIA_TEXT = LLAMA.but(layer=_M + "aria.modeling_aria.AriaTextDecoderLayer", mlp=MoE(ARIA_ROUTER, shared=_SHARED))
-QWEN3_VL_MOE = QWEN3.but(
+QWEN3_VL_MOE = _QWEN3.but(
     layer=_M + "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
     attn=dict(passes=()),
     mlp=MoE(replace(QWEN_ROUTER, normalise=True), dense=_gated("mlp")),
@@ -231,15 +249,12 @@ QWEN3_VL_MOE = QWEN3.but(
 QWEN3_OMNI_THINKER = QWEN3_MOE.but(
     layer=_M + "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer"
 )
-GLM4V_MOE = LLAMA.but(layer=_M + "glm4v_moe.modeling_glm4v_moe.Glm4vMoeTextDecoderLayer", mlp=_DEEPSEEK_MOE)
+GLM4V_MOE = LLAMA.but(layer=_M + "glm4v_moe.modeling_glm4v_moe.Glm4vMoeTextDecoderLayer", mlp=DEEPSEEK_MOE)
 _DEEPSEEK_OCR2 = LLAMA.but(
-    layer=_M + "deepseek_ocr2.modeling_deepseek_ocr2.DeepseekOcr2TextDecoderLayer",
-    mlp=MoE(DEEPSEEK_V2_ROUTER, shared=_SHARED, dense=_gated("mlp")),
+    layer=_M + "deepseek_ocr2.modeling_deepseek_ocr2.DeepseekOcr2TextDecoderLayer", mlp=DEEPSEEK_V2_MOE
 )
-_GREEDY, _IN_GROUPS = (("topk_method", "greedy"),), (("topk_method", "group_limited_greedy"),)
-_GROUPED = dict(router=replace(DEEPSEEK_V2_ROUTER, groups=DEEPSEEK_V2_GROUPS))
-DEEPSEEK_OCR2 = _DEEPSEEK_OCR2.but(when=_GREEDY)
-DEEPSEEK_OCR2_GROUPS = _DEEPSEEK_OCR2.but(when=_IN_GROUPS, mlp=_GROUPED)
+DEEPSEEK_OCR2 = _DEEPSEEK_OCR2.but(when=WITHOUT_GROUPS)
+DEEPSEEK_OCR2_GROUPS = _DEEPSEEK_OCR2.but(when=IN_GROUPS, mlp=DEEPSEEK_V2_GROUPED)
 
 SPECS = (
     MIXTRAL, QWEN3_MOE, QWEN2_MOE, MELLUM, OLMOE, FLEX_OLMO, GLM4_MOE, DOTS1, SOLAR_OPEN, HY_V3, MINIMAX_M2,

@@ -11,23 +11,25 @@ from infuse.architectures.packing import STACK, Fill
 from infuse.architectures.part import Parameter, PartShape
 
 RMS, LAYER = "rms", "layer"
+SCALE = "scale"  # x times a weight for each column, not normalised: the layer scale of vision towers
 
 
 @dataclass(frozen=True)
 class Norm:
     """A norm at `path`; a `*` in the path means one norm per head.
 
-    `offset` is added to the weight (Gemma, LayerNorm1P).
+    `offset` is added to the weight (Gemma, LayerNorm1P). `optional`: layers may lack it.
     """
 
     path: str
     kind: str
     offset: float = 0.0
+    optional: bool = False
 
     def bind(self, binder: Binder, name: str, optional: bool = False) -> NormShape | None:
-        """Bind the norm; None if the layer has an Identity in its place or, if `optional`, no module."""
+        """Bind the norm; None if the layer has an Identity in its place or, if it is `optional`, no module."""
         path, star, _ = self.path.partition(".*")
-        module = binder.module(path, optional)
+        module = binder.module(path, optional or self.optional)
         if module is None or isinstance(module, nn.Identity):
             return None
         members = [f"{path}.{i}" for i in range(len(list(module.children())))] if star else [path]
@@ -76,4 +78,4 @@ class NormShape(PartShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return ("rms_norm" if self.kind == RMS else "layer_norm",)
+        return {RMS: ("rms_norm",), LAYER: ("layer_norm",), SCALE: ()}[self.kind]

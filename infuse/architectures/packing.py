@@ -31,7 +31,12 @@ class Heads:
 
     @property
     def rows(self) -> int:
-        return (self.query + 2 * self.key) * self.width
+        return sum(self.of_parts)
+
+    @property
+    def of_parts(self) -> tuple[int, int, int]:
+        """Rows of q, k and v."""
+        return self.query * self.width, self.key * self.width, self.key * self.width
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Fill:
     `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
     split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis (CAT) or stacks them
     along a new one (STACK). A source of experts has the layout `stacked`. `cut` is the rank's part. `format` names a
-    quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits.
+    quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits. `absent`: the
+    biases of q, k and v that have no source, and are zeros.
     """
 
     target: str
@@ -67,6 +73,12 @@ class Fill:
     cut: Cut | None = None
     stacked: StackedExperts | None = None
     exact: bool = False
+    absent: tuple[int, ...] = ()
+
+    @property
+    def merged(self) -> int:
+        """How many tensors are merged, those of zeros too."""
+        return len(self.sources) + len(self.absent)
 
 
 def block_starts(packing: str, heads: Heads) -> list[int]:
@@ -90,7 +102,7 @@ def block_starts(packing: str, heads: Heads) -> list[int]:
 
 
 def spans(fill: Fill) -> list[Span] | None:
-    """Spans of the sources that make up the target; None if every source is used whole."""
+    """Spans of the sources that make up the target; None if every source is used whole. Zeros follow the sources."""
     cut = fill.cut
     if fill.packing is not None:
         assert fill.heads is not None, fill
@@ -100,6 +112,11 @@ def spans(fill: Fill) -> list[Span] | None:
             both = [Span(source, start, start + width) for start in starts for source in range(len(fill.sources))]
             return taken(both, cut.ranges if cut else [(0, 2 * fill.heads.query * width)])
         whole = [Span(0, start, start + width) for start in block_starts(fill.packing, fill.heads)]
+    elif fill.absent:
+        assert fill.heads is not None, fill
+        there = iter(range(len(fill.sources)))
+        numbers = [len(fill.sources) if part in fill.absent else next(there) for part in range(fill.merged)]
+        whole = [Span(number, 0, size) for number, size in zip(numbers, fill.heads.of_parts, strict=True)]
     elif cut is None:
         return None
     else:

@@ -81,7 +81,7 @@ class Matrix:
 
     `target` is the path of its linear in the new module. `extents` are its sections along the axis that ranks split.
     `op` is "embedding" if rows are looked up instead of multiplied. `experts`: the rows by expert, of a matrix whose
-    inputs are split.
+    inputs are split. `unquantized`: why no format is applied to it, whatever the config asks.
     """
 
     target: str
@@ -92,6 +92,7 @@ class Matrix:
     extents: tuple[Extent, ...] = ()
     op: str = "linear"
     experts: Extent | None = None
+    unquantized: str = ""
 
     @property
     def weight(self) -> str:
@@ -153,6 +154,11 @@ class PartShape:
         return tuple(parameter for matrix in self.matrices for parameter in matrix.parameters)
 
     @property
+    def taken_extents(self) -> tuple[Extent, ...]:
+        """What the part takes from other layers, in the units that ranks split."""
+        return ()
+
+    @property
     def expert_count(self) -> int:
         """Number of experts. If there are any, all ranks of the model sum the part's output: they share the experts and
         the width of each.
@@ -187,6 +193,11 @@ class MixerShape(PartShape):
     causal: bool
     inverted_mask: bool
     takes_scores_mask: ClassVar[bool] = True
+
+    @property
+    def mask_of_numbers(self) -> bool:
+        """Whether a mask is of numbers, where 0 means hidden, and never added to scores."""
+        return False
 
     @property
     def bias_argument(self) -> str | None:

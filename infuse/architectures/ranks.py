@@ -122,8 +122,9 @@ def _share_of_experts(part: PartShape, mesh: Mesh, grain: int, multiples: Mappin
 
 
 def _counts(part: PartShape) -> dict[str, int]:
-    """The number of units of each kind that the part's parameters are split in."""
+    """The number of units of each kind that the part's parameters, or what it takes from others, are split in."""
     extents = [extent for parameter in part.parameters for extent in (*parameter.extents, parameter.experts)]
+    extents += part.taken_extents
     return {extent.unit: extent.count for extent in extents if extent is not None}
 
 
@@ -160,7 +161,7 @@ def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]
         parameter, share = cuts[fill.target]
         if parameter.added_once and not share.adds(parameter):
             continue
-        sources = 1 if fill.stacked else len(fill.sources)
+        sources = 1 if fill.stacked else fill.merged
         cut = parameter.cut(share.own, sources) if parameter.extents else None
         kept.append(replace(fill, cut=cut))
     return tuple(kept)

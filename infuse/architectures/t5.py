@@ -1,5 +1,6 @@
 """T5 family: encoders with RMS norms, a learned bias by distance and unscaled scores (Raffel et al. 2020).
 
+They are written: the table of the bias is in the first layer, and its rows go through an argument to the others.
 Decoder blocks have cross attention and are not described here.
 """
 

@@ -59,6 +59,10 @@ KvCache = Annotated[
     Literal["int8"] | None,
     typer.Option("--kv-cache", help="Format of keys and values while generating. Default: the dtype."),
 ]
+Explain = Annotated[
+    str | None,
+    typer.Option("--explain", metavar="PATH", help="A layer: print its graph in units, and which part has each."),
+]
 Ranks = Annotated[
     int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")
 ]
@@ -98,12 +102,20 @@ def show_plan(
     kv_cache: KvCache = None,
     verify: Verify = "sample",
     device: DeviceName = None,
+    explain: Explain = None,
 ) -> None:
     """Print what would be done to a model and why, without reading its weights. With --tp or --ep: rank 0's."""
     config = read_config(model_dir)
     with without_tracebacks():
         import infuse
 
+        if explain is not None:
+            print(
+                infuse.explain(
+                    empty_model(model_dir, config), explain, **_settings(dtype, quant, verify, device, None, None)
+                )
+            )
+            return
         plan = infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep, kv_cache))
         print(plan)
         if told := quantization(model_dir, config):

@@ -8,11 +8,12 @@ from torch import nn
 
 from infuse import interrupts
 from infuse.config.inference import InferenceConfig
-from infuse.engine.model import InferenceEngine, check_model, planned
+from infuse.engine.model import InferenceEngine, check_model, planned, readings_of
 from infuse.engine.pipeline import PipelineEngine, PipelinePlan, is_pipeline, pipeline_plan
+from infuse.errors import ConfigError
 from infuse.plan.plan import Plan
 
-__all__ = ["InferenceEngine", "PipelineEngine", "PipelinePlan", "init_inference", "plan"]
+__all__ = ["InferenceEngine", "PipelineEngine", "PipelinePlan", "explain", "init_inference", "plan"]
 
 
 @overload
@@ -32,6 +33,22 @@ def plan(model: Any, config: Any = None, **kwargs: Any) -> Any:
         decided = planned(model, settings)
         decided.close()
         return decided
+
+
+def explain(model: nn.Module, path: str, config: Any = None, **kwargs: Any) -> str:
+    """Explain how the repeated layer at `path` of `model` (live or on meta) is read from its graph, or why it is not.
+
+    Return the operations of a call in units, one line each: the part that has them, their names, and the line of the
+    layer's source. ConfigError lists the layers if there is none at `path`.
+    """
+    settings = InferenceConfig.make(config, **kwargs)
+    with interrupts.held_back():
+        check_model(model)
+        readings = readings_of(model, settings)
+        if path not in readings.layers:
+            known = ", ".join(readings.layers) or "none"
+            raise ConfigError(f"explain: found {path!r}, which is no repeated layer of the model; its layers: {known}")
+        return readings.explain(path)
 
 
 @overload

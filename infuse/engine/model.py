@@ -18,6 +18,7 @@ from infuse.apply.load import load, load_values
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
+from infuse.dtype_cast import kept_in_float32
 from infuse.engine.component import install_changes
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
@@ -33,6 +34,7 @@ from infuse.plan.bytes import parameter_bytes
 from infuse.plan.decide import ALREADY_REPLACED, make_plan
 from infuse.plan.kinds import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.plan.plan import Plan, Report, memory, title
+from infuse.plan.readings import Readings
 from infuse.profile.profiler import ForwardTimes, Profile
 from infuse.proof.cases import Call
 from infuse.shards.save import check_folder, save
@@ -61,6 +63,12 @@ def planned(
     """Plan for `model` on a rank of `mesh` (None: rank 0), without changing the model."""
     device = Device.of(settings.device or device_of(model))
     return make_plan(model, settings, device, mesh or settings.ranks.mesh(), in_pipeline=in_pipeline)
+
+
+def readings_of(model: nn.Module, settings: InferenceConfig) -> Readings:
+    """The readings of the model's layers, in the dtype that it would get."""
+    dtype = settings.resolved_dtype(Device.of(settings.device or device_of(model)))
+    return Readings(model, dtype, kept_in_float32(model, dtype))
 
 
 def prepared(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
 from infuse import interrupts
@@ -38,6 +39,7 @@ from infuse.inputs.component import is_component
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
+from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import names_ours
 from infuse.parallel.group import LOCAL, Group
 
@@ -61,6 +63,9 @@ _ASSISTANT, _LOOP = "assistant_model", "custom_generate"
 _ASSISTANTS = (_ASSISTANT, "tokenizer", "assistant_tokenizer")
 
 
+# Layers of transformers' caches that hold keys and values, or nothing: these take another layer's.
+_OF_NOTHING = "DummyLayer"
+_OF_KEYS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", _OF_NOTHING)
 # Packages whose modules a graph may replay. Not peft: its adapters are switched between calls, unseen by a replay.
 _REPLAYED = LIBRARIES | QUANTIZERS.keys() | {"accelerate"}
 
@@ -105,11 +110,12 @@ def install(
 ) -> list[RemovableHandle]:
     """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
-    Return the hooks' handles. `caches`: the layers support our cache; `kv_cache` is its format. Pass `graphs` only if
+    Return the hooks' handles. `caches`: the blocks support our cache; `kv_cache` is its format. Pass `graphs` only if
     the collectives of `group` can be captured. A previous installation on `module` is replaced; a cache format that
     its layers were not proven with has no effect.
     """
     before: Installed | None = vars(module).get("_infuse")
+    caches = caches and _holds_all_states(module)
     if before is not None:
         _drop_hooks(module)
         uninstall(module, [])
@@ -335,6 +341,25 @@ class _Asked:
         if new is None and total is not None:
             return total
         return prompt + (_DEFAULT_NEW_TOKENS if new is None else new)
+
+
+def _holds_all_states(model: Any) -> bool:
+    """Whether our cache can stand for the one that transformers' `generate` makes for the model.
+
+    A layer of that cache that holds more than keys and values, such as the state of a convolution, must be a block's.
+    """
+    makes_default = getattr(model, "_supports_default_dynamic_cache", None)
+    if makes_default is None or not makes_default():
+        return False
+    try:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    except Exception:  # transformers' `generate` raises it, too, unless the caller gives a cache
+        return False
+    ours = {part._index for part in model.modules() if isinstance(part, Mixer)}
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    if kinds[:1] == [_OF_NOTHING]:  # models ask the first layer how many tokens there are
+        return False
+    return all(kind in _OF_KEYS_ALONE or index in ours for index, kind in enumerate(kinds))
 
 
 def _accepts_cache(model: Any) -> bool:

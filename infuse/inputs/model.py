@@ -3,44 +3,75 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infuse.cache_names import CACHE_NAMES
 from infuse.inputs.component import GUIDED, MakeTensor, component_inputs, is_component
+from infuse.inputs.pictures import pictures, takes_pictures
+from infuse.inputs.sounds import sounds, takes_sounds
 
 BATCH, TOKENS, SEED = 2, 12, 2026  # 12 tokens split evenly into the chunks of chunked feed-forward layers
+STATES = 7  # of an encoder
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "hidden_states")
+_PICTURE_TOKENS = ("image_token_id", "image_token_index", "image_token", "img_token_id", "im_patch_id")
+# Arguments that users give to a model; a model without them reads what another one has computed.
+_OWN_INPUTS = frozenset(
+    (
+        *("input_ids", "decoder_input_ids", "pixel_values", "pixel_values_videos", "image", "grid_thw", "past_values"),
+        "flattened_patches",
+        *("input_features", "input_values", "audio_mel", "audio_codes", "audio_input_ids"),
+    )
+)
+_Side = Callable[[Any, MakeTensor, tuple[int, int]], Tensor]
+# Arguments beside tokens by name, of a shape that the tokens' shape and the config give.
+_SIDES: Mapping[str, _Side] = MappingProxyType(
+    {
+        "bbox": lambda config, make, shape: make("mask", (*shape, 4)),
+        "qformer_input_ids": lambda config, make, shape: make("ids", shape),
+        "visual_feats": lambda config, make, shape: make("values", (*shape, config.visual_feat_dim)),
+        "visual_pos": lambda config, make, shape: make("values", (*shape, config.visual_pos_dim)),
+    }
+)
 
 
 def model_inputs(
     model: nn.Module, make: MakeTensor, batch: int = BATCH, tokens: int | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of the model's forward by name: images, audio, token ids or embeddings, and decoder ids.
+    """Arguments of the model's forward by name: pictures, sounds, token ids or embeddings, and decoder ids.
 
     `tokens` defaults to `first_tokens`. Arguments that forward does not accept are left out. If forward has none of the
-    usual token arguments, its first argument takes the tokens.
+    usual arguments, its first argument takes the tokens. Models of text and pictures get a picture only if no tokens
+    of the text stand for it. Numbers that models branch on are real also where `make` makes tensors on meta.
     """
     if is_component(model):
         return component_inputs(model, make, replace(GUIDED, batch=batch))
     config: Any = getattr(model, "config", None)
-    names, anything = _argument_names(model)
+    names, needed, anything = _argument_names(model)
     shape = (batch, first_tokens(config) if tokens is None else tokens)
-    if reads_images(model):
-        return {"pixel_values": make("values", _image_shape(config, batch))}
     arguments: dict[str, Tensor] = {}
-    if "input_features" in names and hasattr(config, "num_mel_bins"):
-        arguments["input_features"] = make("values", (batch, config.num_mel_bins, 2 * config.max_source_positions))
+    if reads_images(model):
+        arguments = pictures(model, names, make, batch)
+    elif takes_sounds(model, names):
+        arguments = sounds(model, names, make, batch)
+    elif "past_values" in names and hasattr(config, "num_input_channels"):  # series of numbers
+        arguments = {"past_values": make("values", (batch, config.context_length, config.num_input_channels))}
     else:
-        arguments |= _token_input(model, names, shape, make)
-        vision = getattr(config, "vision_config", None)
-        compares_images = hasattr(config, "logit_scale_init_value") and hasattr(vision, "num_channels")
-        if compares_images and hasattr(vision, "image_size") and "pixel_values" in names:
-            arguments["pixel_values"] = make("values", _image_shape(vision, batch))
+        arguments = _token_input(model, names, shape, make)
+        beside = _has_no_picture_tokens(config) and set(CACHE_NAMES).isdisjoint(names)
+        if "pixel_values" in names and (beside or "pixel_values" in needed):
+            arguments |= pictures(model, [name for name in names if name not in _TOKEN_ARGUMENTS], make, batch)
         if "attention_mask" in names or anything:
             arguments["attention_mask"] = make("mask", shape)
+    arguments |= {name: side(config, make, shape) for name, side in _SIDES.items() if name in names}
+    if "encoder_hidden_states" in names and _attends_to_states(config):
+        width = getattr(config, "encoder_hidden_size", None) or config.hidden_size
+        arguments["encoder_hidden_states"] = make("values", (batch, STATES, width))
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         arguments["decoder_input_ids"] = make("ids", shape)
     return arguments
@@ -59,17 +90,35 @@ def most_tokens(config: Any) -> int:
 
 def reads_images(model: nn.Module) -> bool:
     """Whether the model's forward reads only images."""
-    names, _ = _argument_names(model)
-    only = "pixel_values" in names and "input_ids" not in names
-    return only or getattr(model, "main_input_name", "") == "pixel_values"
+    names, _, _ = _argument_names(model)
+    return takes_pictures(model, names)
 
 
-def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """Names of forward's arguments, and whether it accepts arbitrary keywords."""
+def reads_states(model: nn.Module) -> bool:
+    """Whether the model's forward reads only what a model around it has computed."""
+    names, _, _ = _argument_names(model)
+    return _OWN_INPUTS.isdisjoint(names)
+
+
+def _argument_names(model: nn.Module) -> tuple[list[str], list[str], bool]:
+    """Names of forward's arguments, of those without a default, and whether it accepts arbitrary keywords."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    return [parameter.name for parameter in parameters if parameter.kind not in starred], anything
+    named = [parameter for parameter in parameters if parameter.kind not in starred]
+    needed = [parameter.name for parameter in named if parameter.default is parameter.empty]
+    return [parameter.name for parameter in named], needed, anything
+
+
+def _has_no_picture_tokens(config: Any) -> bool:
+    """Whether a model of text and pictures reads them side by side, as CLIP does."""
+    reads_both = any(hasattr(config, name) for name in ("vision_config", "image_config", "patch_size", "image_size"))
+    return reads_both and all(getattr(config, name, None) is None for name in _PICTURE_TOKENS)
+
+
+def _attends_to_states(config: Any) -> bool:
+    """Whether the layers of a model without an encoder attend to one's states, as in Q-Formers."""
+    return bool(getattr(config, "add_cross_attention", False)) or hasattr(config, "cross_attention_frequency")
 
 
 def _token_input(model: nn.Module, names: list[str], shape: tuple[int, int], make: MakeTensor) -> dict[str, Tensor]:
@@ -79,7 +128,7 @@ def _token_input(model: nn.Module, names: list[str], shape: tuple[int, int], mak
         return {main: make("ids", shape)}
     if main == "input_ids" and "inputs_embeds" in names:
         main = "inputs_embeds"
-    return {main: make("values", (*shape, _width(model)))}
+    return {main: make("values", (*shape, _width(model, main)))}
 
 
 def _table(model: Any) -> nn.Module | None:
@@ -92,10 +141,12 @@ def _table(model: Any) -> nn.Module | None:
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
-def _width(model: nn.Module) -> int:
-    """Width of the embeddings that the model's forward takes."""
+def _width(model: nn.Module, main: str) -> int:
+    """Width of the embeddings, or hidden states, that the model's forward takes as `main`."""
     config: Any = getattr(model, "config", None)
     first = next(filter(None, map(_inputs_of, model.modules())), 1)
+    if main == "hidden_states":
+        return getattr(config, "input_dim", None) or getattr(config, "hidden_size", None) or first
     return getattr(_table(model), "embedding_dim", None) or getattr(config, "hidden_size", None) or first
 
 
@@ -104,11 +155,6 @@ def _inputs_of(module: Any) -> int | None:
     if isinstance(module, nn.Linear):
         return module.in_features
     return module.nx if type(module).__name__ == "Conv1D" else None  # transformers'
-
-
-def _image_shape(config: Any, batch: int) -> tuple[int, ...]:
-    size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
-    return (batch, config.num_channels, *size)
 
 
 class RandomTensors:

@@ -14,18 +14,30 @@ from torch.compiler import is_compiling
 from torch.nn.functional import softplus
 
 from infuse import ops
-from infuse.architectures.attention import GATE_SIGMOID, AttentionShape, NoPosition
+from infuse.architectures.attention import (
+    GATE_SIGMOID,
+    SHARED_STATES,
+    AttentionShape,
+    DisentangledShape,
+    Lender,
+    NoPosition,
+    PassedScores,
+    RelativeBias,
+)
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
+from infuse.layers.disentangled import DisentangledScores
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import attribute, is_paged, named_attention
 from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm
-from infuse.layers.position import Positions, make_positions
+from infuse.layers.position import Positions, additive, grown, make_positions, missing
 from infuse.ops.cache_rows import values_of
+
+_BIASES = (NoPosition, PassedScores, RelativeBias)  # nothing, or what is added to the mask
 
 
 class Attention(Mixer[AttentionShape], NativeMixer):
@@ -34,20 +46,30 @@ class Attention(Mixer[AttentionShape], NativeMixer):
     `forward` returns (output [B, T, C], weights [B, H, T, L] or None).
     """
 
-    struct, mixed = "attention", True
+    struct, mixed, calls_named = "attention", True, True
 
     def __init__(self, shape: AttentionShape, context: BuildContext):
         super().__init__(shape, context)
-        self._rows = shape.cached_rows
-        bodies, (qkv, out, *gate) = context.bodies, shape.matrices
-        self.qkv, self.out = context.linear(qkv), context.linear(out)
-        self.add_module("gate", context.linear(gate[0]) if gate else None)
+        self._rows, self.by_name = shape.cached_rows, shape.by_name
+        self._all_heads = shape.heads + (0 if shape.borrows else 2 * shape.kv_heads)
+        bodies, matrices = context.bodies, {matrix.target: matrix for matrix in shape.matrices}
+        for name in ("qkv", "out", "gate"):
+            self.add_module(name, context.linear(matrices.pop(name)) if name in matrices else None)
+        for name, matrix in matrices.items():  # of keys and queries of distances
+            self.add_module(name, context.linear(matrix))
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
+        self.add_module("v_norm", Norm(shape.v_norm, bodies) if shape.v_norm else None)
+        if shape.borrows is not None:
+            self._index = shape.borrows.index
         if shape.sinks:  # else there is no such attribute, which transformers' paged attention asks for
             empty = torch.empty(shape.heads, device="meta")
             self.register_parameter("sinks", nn.Parameter(empty, requires_grad=False))
-        self.positions = make_positions(shape.position, shape.all_heads)
+        self.positions = (
+            DisentangledScores(shape.position)
+            if isinstance(shape.position, DisentangledShape)
+            else make_positions(shape.position, shape.all_heads)
+        )
         self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.bound(bodies.get("rotary_append", ops.REFERENCE))
         self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
@@ -71,9 +93,9 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         batch, tokens, _ = qkv.shape
         if shape.clip:
             qkv = qkv.clamp(-shape.clip, shape.clip)
-        if not shape.norm_after and (parts["q_norm"] is not None or parts["k_norm"] is not None):
+        if not shape.norm_after and not parts["q_norm"] is parts["k_norm"] is parts["v_norm"] is None:
             qkv = self._normalised(qkv)
-        qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
+        qkv_BTND = qkv.view(batch, tokens, self._all_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
             out = out if gate is None else self._gated(out, gate)
@@ -82,7 +104,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         causal = shape.causal if inputs.causal is None else inputs.causal
         if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
             k, v = in_order(tokens, k, v)
-        mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
+        mask, bias = inputs.mask, self._bias(positions, q, k, inputs)
         if mask is not None:
             mask = positions.added(self.allowed(mask, k.shape[2], q.dtype), q.dtype)
         if shape.head_counts:
@@ -100,6 +122,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
         sinks = self._parameters.get("sinks")
+        q = self._grown(q, inputs)
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
         weights = None
         if inputs.want_weights:
@@ -122,9 +145,11 @@ class Attention(Mixer[AttentionShape], NativeMixer):
                 "q, k and v are clipped": shape.clip,
                 "q and k are normalised after the rotation": shape.norm_after,
                 "attention has an output gate": shape.gate is not None,
+                "values are normalised": shape.v_norm is not None,
+                "keys and values are lent or borrowed": shape.lends or shape.borrows is not None,
                 "ranks share the heads": shape.head_counts,
                 "an encoder's attention has a window": to.of_encoder and shape.window,
-                "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, NoPosition),
+                "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, _BIASES),
             }
         )
         to.put(heads=shape.heads, kv_heads=shape.kv_heads, width=shape.head_width, window=shape.window)
@@ -137,8 +162,12 @@ class Attention(Mixer[AttentionShape], NativeMixer):
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         cache, mask, (batch, tokens, _) = inputs.cache, inputs.mask, x_BTC.shape
+        growth = self.shape.growth
+        if growth is not None and not bool((grown(growth, inputs) == 1).all()):
+            return None
         if cache is None:
-            return NativeInputs(mask=None if mask is None else self.allowed(mask, tokens, x_BTC.dtype))
+            mask = None if mask is None else self.allowed(mask, tokens, x_BTC.dtype)
+            return NativeInputs(mask=self._with_bias(mask, inputs, batch, tokens, x_BTC.dtype))
         slot = cache.slot(self._index)
         if slot.place is not None or slot.row_lengths is not None:
             return None
@@ -150,6 +179,21 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             mask = self.allowed(mask, start + tokens, x_BTC.dtype)
         return NativeInputs(cos, sin, -1, mask, bias, slot.key_storage, slot.value_storage, start)
 
+    def _with_bias(
+        self, mask: Tensor | None, inputs: Inputs, batch: int, tokens: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The mask with the bias of the scores added, [B or 1, H or 1, T or 1, T]."""
+        positions: Any = self._modules["positions"]
+        bias = positions.bias(inputs, batch, tokens)
+        if bias is None:
+            return mask
+        return bias if mask is None else additive(mask, dtype) + bias
+
+    def _bias(self, positions: Positions, q_BHTD: Tensor, k_BHLD: Tensor, inputs: Inputs) -> Tensor | None:
+        if isinstance(positions, DisentangledScores):
+            return positions.scores(self, q_BHTD, k_BHLD, inputs, self.shape.scale)
+        return positions.bias(inputs, q_BHTD.shape[0], k_BHLD.shape[2])
+
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]."""
         assert self.shape.gate is not None
@@ -158,30 +202,64 @@ class Attention(Mixer[AttentionShape], NativeMixer):
 
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Attend by the function that the config names, called as the original does: (heads [B, T, H D], weights)."""
-        shape, cache = self.shape, inputs.cache
-        if shape.head_counts:  # such functions read the unsplit head counts from the module
-            raise UnsupportedCall(
-                f'the config names the attention "{attribute(self, "config")._attn_implementation}" for this call, '
-                "which is not served over several ranks: "
-                'call model.set_attn_implementation("sdpa") and generate(), or use one rank'
-            )
+        shape = self.shape
+        self.check_named(inputs.cache, over_ranks=bool(shape.head_counts))
         attend = named_attention(self)
-        if isinstance(cache, KVCache) and self._index is not None:
-            slot = cache.slot(self._index)
-            if slot.row_lengths is not None or slot.place is not None:
-                raise UnsupportedCall(
-                    f"a KVCache with rows of different lengths was passed, and the config names the attention "
-                    f'"{attribute(self, "config")._attn_implementation}", which does not know them: '
-                    'call model.set_attn_implementation("sdpa"), or pass a padded batch with its mask'
-                )
         q, k, v = self._rotated(qkv_BTND, inputs, self._modules["positions"])  # type: ignore[arg-type]
         passed = {keyword: attribute(self, name) for keyword, name in shape.passes}
         k, v = values_of(k, q.dtype), values_of(v, q.dtype)
-        out_BTHD, weights = attend(self, q, k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more)
+        out_BTHD, weights = attend(
+            self, self._grown(q, inputs), k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more
+        )
         return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
+    def _grown(self, q_BHTD: Tensor, inputs: Inputs) -> Tensor:
+        growth = self.shape.growth
+        return q_BHTD if growth is None else q_BHTD * grown(growth, inputs)[:, None].to(q_BHTD.dtype)
+
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate q and k and append k and v to the cache. Return q [B, H, T, D] and all k and v as they are stored."""
+        """Rotate q and k, append k and v to the cache, and lend them to other layers.
+
+        Return q [B, H, T, D] and all k and v as they are stored.
+        """
+        if self.shape.borrows is not None:
+            return self._borrowed(qkv_BTND, inputs, positions, self.shape.borrows)
+        q, k, v = self._appended(qkv_BTND, inputs, positions)
+        if self.shape.lends:
+            shared = inputs.values[SHARED_STATES]
+            if shared is None:
+                raise missing(SHARED_STATES)
+            shared[self.shape.lends] = values_of(k, q.dtype), values_of(v, q.dtype)
+        return q, k, v
+
+    def _borrowed(
+        self, q_BTHD: Tensor, inputs: Inputs, positions: Positions, lender: Lender
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate q, and take the keys and values that another layer has made."""
+        cos_sin = positions.cos_sin(inputs)
+        q = q_BTHD if cos_sin is None else self._rotary(q_BTHD, *cos_sin, positions.interleaved)
+        k, v = self._lent(inputs, lender)
+        if inputs.more is None and inputs.mask is not None and inputs.mask.shape[-1] not in (1, k.shape[2]):
+            raise _of_other_keys(inputs.mask, k.shape[2])
+        return q.transpose(1, 2), k, v
+
+    def _lent(self, inputs: Inputs, lender: Lender) -> tuple[Tensor, Tensor]:
+        """The lender's keys and values: as they are stored in our cache, or as they are passed."""
+        cache, shared = inputs.cache, inputs.values[SHARED_STATES]
+        if isinstance(cache, KVCache):
+            slot = cache.slot(lender.index)
+            if slot.key_storage is not None:
+                return slot.held() if slot.place is None else slot.whole()
+        if shared is None or lender.name not in shared:
+            raise missing(f'{SHARED_STATES}["{lender.name}"]')
+        k, v = shared[lender.name]
+        if k.shape[1] != self.shape.kv_heads:  # those of all ranks, from a layer that stayed as it was
+            first, count = self.shape.first_kv_head, self.shape.kv_heads
+            k, v = k[:, first : first + count], v[:, first : first + count]
+        return k, v
+
+    def _appended(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate q and k and append k and v to the cache."""
         shape, cos_sin = self.shape, positions.cos_sin(inputs)
         cache: Any = inputs.cache
         cos, sin = cos_sin if cos_sin is not None else (None, None)
@@ -216,11 +294,14 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         return q, k, v
 
     def _normalised(self, qkv: Tensor) -> Tensor:
-        """Normalise q and k, over each head or over all heads, depending on the shape of the norm's weight."""
+        """Normalise q, k and v, over each head or over all heads, depending on the shape of the norm's weight."""
         shape = self.shape
         q_rows, k_rows = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-        q, k, v = qkv.split((q_rows, k_rows, k_rows), dim=-1)
         parts: dict[str, Any] = self._modules
+        if shape.borrows is not None:
+            return _normed(qkv, parts["q_norm"], shape.heads)
+        q, k, v = qkv.split((q_rows, k_rows, k_rows), dim=-1)
+        v = _normed(v, parts["v_norm"], shape.kv_heads)
         if any(norm is not None and norm.whole for norm in (shape.q_norm, shape.k_norm)):
             q, k = self._over_ranks((q, parts["q_norm"], shape.heads), (k, parts["k_norm"], shape.kv_heads))
             return torch.cat((q, k, v), dim=-1)
@@ -261,6 +342,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
 
     def _check_mask(self, mask: Tensor, cache: Any, tokens: int) -> None:
         """Refuse a mask over other keys than there will be. Other caches than ours tell how many only when appended."""
+        if self.shape.borrows is not None:  # the number of the lender's keys is known where they are taken
+            return
         if cache is None:
             length = tokens
         elif isinstance(cache, KVCache) and self._index is not None:
@@ -272,8 +355,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             raise _of_other_keys(mask, length)
 
     def _of_own_heads(self, of_all: Tensor | None) -> Tensor | None:
-        """Select this rank's heads from a mask or bias [B, H or 1, T, L]."""
-        if of_all is None or of_all.dim() < 4 or of_all.shape[1] == 1:
+        """Select this rank's heads from a mask or bias [B, H or 1, T, L]; one that is computed here has them alone."""
+        if of_all is None or of_all.dim() < 4 or of_all.shape[1] != self.shape.all_heads:
             return of_all
         return of_all[:, self.shape.first_head : self.shape.first_head + self.shape.heads]
 

@@ -6,6 +6,7 @@ Positions, mask and cache are the model's own: the block uses what the model pas
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.layer import BIASED, TUPLE, LayerShape
+from infuse.architectures.layer import BIASED, SINGLE, TUPLE, LayerShape
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.program import folded, merged, on_ranks, reduces
 from infuse.cache_names import CACHE_NAMES
@@ -32,7 +33,7 @@ from infuse.layers.moe import MoE
 from infuse.layers.named_attention import arguments_of_named, is_paged, names_ours, paged_cache
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
-from infuse.layers.position import LearnedBias
+from infuse.layers.position import LearnedBias, PassedCosSin, missing
 from infuse.layers.program import Run, compiled, run
 from infuse.layers.recorders import has_active_hooks
 from infuse.parallel.group import LOCAL, Group
@@ -40,6 +41,7 @@ from infuse.parallel.group import LOCAL, Group
 # Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16
 _FUSED = (MLP, MoE)  # parts that take norm and residual
+_OF_ONE_TEXT = frozenset({"attention_mask", "is_causal", *CACHE_NAMES})  # what layers of several texts do not take
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -86,10 +88,12 @@ class Block(InferenceModule):
         self._heads = max(mixer.all_heads for mixer in mixers)
         self._inverted_mask = any(mixer.inverted_mask for mixer in mixers)
         self._takes_scores_mask = all(mixer.takes_scores_mask for mixer in mixers)
+        self._mask_of_numbers = any(mixer.mask_of_numbers for mixer in mixers)
         self._bias_argument = next((mixer.bias_argument for mixer in mixers if mixer.bias_argument), None)
         self._index, self._layer, self._values = index, layer, shape.call.values
-        self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values}
-        self._served |= {*filter(None, (self._bias_argument,))}
+        self._may_be_asked = "output_attentions" in shape.call.arguments
+        self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values, *shape.call.unread}
+        self._served |= {*filter(None, (self._bias_argument, shape.call.ends))}
 
     def extra_repr(self) -> str:
         return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
@@ -99,18 +103,47 @@ class Block(InferenceModule):
         self._served |= keywords
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Take and return what the original layer does; `hidden_states` [B, T, C].
+        """Take and return what the original layer does; `hidden_states` [B, T, C], or [tokens of all texts, C].
 
         Raise UnsupportedCall for arguments, caches and masks that the block does not support.
         """
-        if hidden_states.dim() != 3:
-            raise UnsupportedCall(f"{self._layer} was given {[*hidden_states.shape]}, not [batch, tokens, width]")
+        ends = self.shape.call.ends
+        if hidden_states.dim() != (2 if ends else 3):
+            wanted = "[tokens, width]" if ends else "[batch, tokens, width]"
+            raise UnsupportedCall(f"{self._layer} was given {[*hidden_states.shape]}, not {wanted}")
         if autocast.is_any_on() and autocast.is_left_out(self, hidden_states):
             return autocast.without(Block.forward, self, hidden_states, *args, **kwargs)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             return unrecorded(Block.forward, self, hidden_states, *args, **kwargs)
         if args:
             kwargs = named(self.shape.call.arguments, args, kwargs, self._layer)
+        if ends:
+            return self._returned(self._of_texts(hidden_states, kwargs, ends), None, None)
+        return self._returned(*self._out(hidden_states, kwargs))
+
+    def _of_texts(self, hidden_states: Tensor, kwargs: dict[str, Any], name: str) -> Tensor:
+        """Compute consecutive texts of one length as a batch: only attention looks beyond a token."""
+        given = dict(kwargs)
+        ends, turns = given.pop(name, None), given.pop("position_embeddings", None)
+        if ends is None:
+            raise missing(name)
+        if others := {each: given[each] for each in _OF_ONE_TEXT if given.get(each) is not None}:
+            refuse_arguments(self._layer, others, self._served - _OF_ONE_TEXT)
+        lengths = ends.diff().tolist()
+        if sum(lengths) != len(hidden_states) or min(lengths, default=0) < 0:
+            raise UnsupportedCall(f"{self._layer} was given texts of {lengths} tokens, and {len(hidden_states)} tokens")
+        outs, start = [hidden_states[:0]], 0
+        for length, texts in groupby(filter(None, lengths)):
+            count = sum(1 for _ in texts)
+            tokens = slice(start, start + count * length)
+            x, *parts = (value[tokens].unflatten(0, (count, length)) for value in (hidden_states, *(turns or ())))
+            out, _, _ = self._out(x, given | {"position_embeddings": tuple(parts) or None})
+            outs.append(out.flatten(0, 1))
+            start = tokens.stop
+        return outs[1] if len(outs) == 2 else torch.cat(outs)
+
+    def _out(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The new hidden states, the weights of attention if they are wanted, and the bias that is handed on."""
         inputs = self._inputs(hidden_states, kwargs)
         packed = None
         # A traced graph needs the parts as separate ops and must not depend on a mask's values.
@@ -120,14 +153,14 @@ class Block(InferenceModule):
             if packed is None and self._one_call is not None:
                 out = self._one_call(self, self._modules[self._mixers[0]], hidden_states, inputs)
                 if out is not None:
-                    return self._returned(out, None, inputs.bias)
+                    return out, None, inputs.bias
         x = hidden_states
         if packed is not None:
             x, inputs = packed.taken(x), inputs._replace(packed=packed)
         out, weights = run(self._chosen(x), self._modules, x, inputs)
         if packed is not None:
             out = packed.spread(out)
-        return self._returned(out, weights, inputs.bias)
+        return out, weights, inputs.bias
 
     def _inputs(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Inputs:
         """What the parts take of a call's arguments."""
@@ -143,6 +176,8 @@ class Block(InferenceModule):
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
             cache = paged_cache(cache) if is_paged(cache) else self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
+        if self._mask_of_numbers and isinstance(mask, Tensor):
+            mask = mask.bool()
         if mask is not None and more is None and self._takes_scores_mask:
             check_mask(mask, self._layer)
         bias = given(self._bias_argument) if self._bias_argument else None
@@ -150,13 +185,16 @@ class Block(InferenceModule):
         if bias is None and isinstance(positions, LearnedBias):
             bias = positions(hidden_states)
             more = None if more is None else {**more, "position_bias": bias}
+        turns = given("position_embeddings")
+        if turns is not None and isinstance(positions, PassedCosSin) and positions.prefix:
+            turns = positions.completed(turns, hidden_states.shape[1])
         recorded = False
         for name in self._mixers:
             recorded = recorded or _weights_are_recorded(parts[name])
         return Inputs(  # positional arguments are faster here
             mask,
             cache,
-            given("position_embeddings"),
+            turns,
             given("position_ids"),
             bias,
             given("is_causal"),
@@ -177,17 +215,19 @@ class Block(InferenceModule):
             mixer: Any = self._modules[name]
             arguments = self.shape.call.arguments
             more = arguments_of_named(mixer, kwargs, self._served, arguments, self._layer)
-            if more is not None and not isinstance(mixer, Attention):
+            if more is not None and not mixer.calls_named:
                 refuse_arguments(self._layer, more, self._served)
             found = more if found is None else found
-        return found
+        return {name: value for name, value in found.items() if name not in self._values} if found else found
 
     def _returned(self, out: Tensor, weights: Tensor | None, bias: Tensor | None) -> Any:
         """What the original returns: BIASED hands its bias on to the next layer, and has no cross attention."""
         returns = self.shape.call.returns
         if returns == BIASED:
             return out, bias, None
-        return (out, weights) if returns == TUPLE else out
+        if returns == SINGLE and (weights is None or not self._may_be_asked):
+            return (out,)
+        return (out, weights) if returns in (TUPLE, SINGLE) else out
 
     def _chosen(self, x: Tensor) -> tuple[Run, ...]:
         """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from infuse.authors import told_in, words_of
 from infuse.cache_names import CACHE_NAMES
@@ -33,6 +33,7 @@ NEUTRAL = frozenset({
     "tokenizer", "assistant_tokenizer", "assistant_model",  # passed along by transformers' decoding loops
     "labels", "shift_labels", "ignore_index",  # meant for the loss
     "logits_to_keep",  # meant for the head; GOT-OCR 2 passes it to every module below
+    "return_shared_kv_states",  # meant for the model, which has what its layers lend
     "token_type_ids",  # made by many tokenizers; models read them in their embeddings and masks
 })  # fmt: skip
 
@@ -55,6 +56,14 @@ def ignored_keywords(layer: Any, inside: frozenset[type], above: frozenset[type]
     kinds = {kind for cls in above for kind in cls.__mro__ if not _BASES.match(kind.__module__)}
     told = {word for kind in kinds for word in told_in(kind)}
     return frozenset(word for word in told - read if word.isidentifier() and not word.startswith("_"))
+
+
+def ignored_by(layer: nn.Module, model: nn.Module, path: str) -> frozenset[str]:
+    """Find the keywords that `layer`, at `path` of `model`, is given and never reads."""
+    parts = path.split(".")
+    above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+    kind: Any = type(layer)
+    return ignored_keywords(kind, frozenset(map(type, layer.modules())), frozenset(map(type, above)))
 
 
 def _words_of_files(names: Iterable[str]) -> set[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
+from infuse.layers.named_attention import attribute
 from infuse.layers.slot import ForeignStates, MadeSlot, StateSlot
 
 Shape = TypeVar("Shape", bound=MixerShape)
@@ -26,6 +27,8 @@ class Mixer(InferenceModule, Generic[Shape]):
     `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None). A step over another value, such as
     encoder states, passes it as a third argument. State between calls is in the slot of `index` in the cache.
     """
+
+    calls_named: ClassVar[bool] = False  # whether it calls the attention function that the model's config names
 
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__()
@@ -61,6 +64,22 @@ class Mixer(InferenceModule, Generic[Shape]):
                 f"must be {keys.shape[2]}"
             )
         return keys, values, mask, mask is None and causal
+
+    def check_named(self, cache: Any, *, over_ranks: bool) -> None:
+        """Raise UnsupportedCall if the attention function that the config names cannot serve this call."""
+        named = f'the attention "{attribute(self, "config")._attn_implementation}"'
+        if over_ranks:  # such functions read the unsplit head counts from the module
+            raise UnsupportedCall(
+                f"the config names {named} for this call, which is not served over several ranks: "
+                'call model.set_attn_implementation("sdpa") and generate(), or use one rank'
+            )
+        if isinstance(cache, KVCache) and self._index is not None:
+            slot = cache.slot(self._index)
+            if slot.row_lengths is not None or slot.place is not None:
+                raise UnsupportedCall(
+                    f"a KVCache with rows of different lengths was passed, and the config names {named}, which does "
+                    'not know them: call model.set_attn_implementation("sdpa"), or pass a padded batch with its mask'
+                )
 
     def states(self, inputs: Inputs) -> StateSlot | ForeignStates | None:
         """Return the recurrent states in the cache; None without a cache.

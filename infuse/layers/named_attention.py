@@ -36,7 +36,7 @@ _read = object.__getattribute__  # a config's own attribute access takes 1 us
 def names_ours(attention: nn.Module) -> bool:
     """Whether our op computes the attention that the config of `attention` names. Runs in every layer and step."""
     config = attention.__dict__.get("config")
-    if config is None:
+    if config is None or attention.__dict__.get("by_name") is False:
         return True
     name = _read(config, "__dict__").get("_attn_implementation_internal")
     if name not in _SERVED_NAMES:
@@ -108,7 +108,7 @@ def named_attention(attention: nn.Module) -> Callable:
 def calls_by_name(attention: nn.Module) -> bool:
     """Whether the original attention module calls the function that its config names."""
     kind: Any = type(attention)
-    return _scope(kind) is not None
+    return attention.__dict__.get("by_name") is not False and _scope(kind) is not None
 
 
 def attribute(attention: nn.Module, name: str) -> Any:

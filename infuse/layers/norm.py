@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, alone or fused with the residual addition before them."""
+"""RMSNorm and LayerNorm, alone or fused with the residual addition before them, and layer scale."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.norm import RMS, NormShape
+from infuse.architectures.norm import RMS, SCALE, NormShape
 from infuse.layers.gradient import Settled
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
 
 
 class Norm(Settled, NativePart):
-    """`forward(x)` normalises x; `add(x, residual)` returns (x + residual, norm of that sum)."""
+    """`forward(x)` normalises x; `add(x, residual)` returns (x + residual, norm of that sum), but for a layer scale."""
 
     struct = "norm"
 
@@ -36,6 +36,8 @@ class Norm(Settled, NativePart):
         parameters = self._parameters
         if self._rms:
             return self._alone(x, parameters["weight"], self._eps, self._offset)
+        if self.shape.kind == SCALE:
+            return x * self.weight  # type: ignore[operator]
         return self._alone(x, parameters["weight"], parameters["bias"], self._eps, self._offset)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

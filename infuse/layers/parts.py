@@ -13,8 +13,10 @@ from torch import nn
 from infuse.architectures.attention import AttentionShape
 from infuse.architectures.dit import HeadsShape
 from infuse.architectures.feed_forward import FeedForwardShape
+from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.architectures.image_transformer import ImageTransformerShape
+from infuse.architectures.latent_attention import LatentAttentionShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.norm import NormShape
@@ -38,6 +40,8 @@ from infuse.layers.diffusion.heads import Heads
 from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
+from infuse.layers.gemma4 import LayerScalar, PerLayerInput
+from infuse.layers.latent_attention import LatentAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
@@ -45,8 +49,11 @@ from infuse.layers.norm import Norm
 LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {
         AttentionShape: Attention,
+        LatentAttentionShape: LatentAttention,
         MLPShape: MLP,
         MoEShape: MoE,
+        PerLayerInputShape: PerLayerInput,
+        LayerScalarShape: LayerScalar,
         NormShape: lambda shape, context: Norm(shape, context.bodies),
         FeedForwardShape: FeedForward,
         ImageAttentionModuleShape: ImageAttentionModule,

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infuse.architectures.attention import Alibi, Position, RelativeBias, Rotary, RotaryTable
+from infuse.architectures.attention import Alibi, Growth, PassedScores, Position, RelativeBias, Rotary, RotaryTable
 from infuse.errors import UnsupportedCall
 from infuse.layers.inputs import Inputs
 
@@ -40,14 +41,16 @@ class PassedCosSin(Positions):
     def __init__(self, position: Rotary):
         super().__init__()
         self.interleaved, self._in_halves, self._once = position.interleaved, position.in_halves, position.once
-        self._sin_first = position.sin_first
+        self._sin_first, self._flat, self.prefix = position.sin_first, position.flat, position.prefix
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
         cos, sin = inputs.position_embeddings[::-1] if self._sin_first else inputs.position_embeddings
-        if cos.dim() != 3:
-            raise _of_other_axes("cos and sin", cos, "[batch or 1, tokens, width]")
+        if cos.dim() != 3 - self._flat:
+            raise _of_other_axes("cos and sin", cos, "[tokens, width]" if self._flat else "[batch or 1, tokens, width]")
+        if self._flat:
+            cos, sin = cos[None], sin[None]
         if self._in_halves:
             cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
         elif not self._once:
@@ -55,6 +58,17 @@ class PassedCosSin(Positions):
         if self.interleaved:
             return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    def completed(self, passed: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+        """Put rows that turn nothing before what is passed, so that there is one for each of the tokens."""
+        missing_rows = tokens - passed[0].shape[-2]
+        if missing_rows < 0:
+            raise _of_other_axes("cos and sin", passed[0], f"[..., at most {tokens} tokens, width]")
+        ones = (0.0, 1.0) if self._sin_first else (1.0, 0.0)
+        first, second = (
+            F.pad(table, (0, 0, missing_rows, 0), value=value) for table, value in zip(passed, ones, strict=True)
+        )
+        return first, second
 
 
 class TableCosSin(Positions):
@@ -112,9 +126,7 @@ class LearnedBias(Positions):
 
     def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an additive mask, because T5 adds it to the bias: a fully masked row then sees all keys alike."""
-        if mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        return additive(mask, dtype)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Return the bias [1, H, T, T] for the tokens of x."""
@@ -138,8 +150,17 @@ class LearnedBias(Positions):
         return torch.where(far < near, far, grown) + half * (distances > 0)
 
 
+class PassedScoreBias(Positions):
+    """The model passes a bias of the scores [B or 1, H, T, L], or none."""
+
+    def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
+        return inputs.bias
+
+
 def make_positions(position: Position, heads: int) -> Positions:
     """Build the module for a declared position; `heads` are the query heads of all ranks."""
+    if isinstance(position, PassedScores):
+        return PassedScoreBias()
     if isinstance(position, RelativeBias):
         return LearnedBias(position, heads)
     if isinstance(position, Rotary):
@@ -149,11 +170,25 @@ def make_positions(position: Position, heads: int) -> Positions:
     return PassedBias(position.argument) if isinstance(position, Alibi) else Positions()
 
 
+def grown(growth: Growth, inputs: Inputs) -> Tensor:
+    """The factors of queries, [B or 1, T, 1] in float32."""
+    if inputs.position_ids is None:
+        raise missing("position_ids")
+    return (1 + growth.beta * torch.log(1 + torch.floor(inputs.position_ids / growth.every)))[..., None]
+
+
 def missing(argument: str) -> UnsupportedCall:
     """Return the error for a call without the positions that the layer needs."""
     return UnsupportedCall(
         f"the layer was called without {argument}, from which it computes positions; pass what the model passes"
     )
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask, True where it is seen, as one that is added to scores; an additive one as it is."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _of_other_axes(what: str, tensor: Tensor, wanted: str) -> UnsupportedCall:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.norm import SCALE
 from infuse.layers import autocast
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
@@ -37,7 +38,7 @@ class StackCall(OneCall):
     def of(
         cls, embedding: nn.Module, blocks: Sequence[Any], norm: nn.Module, head: nn.Module, x_BTC: Tensor
     ) -> StackCall | None:
-        """None if a block does not run in one call, or positions differ between blocks or are in a bias.
+        """None if a block does not run in one call, or if positions differ between blocks or do more than to rotate.
 
         Steps are like x, what the embedding returned.
         """
@@ -48,7 +49,7 @@ class StackCall(OneCall):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
-        if any(attn.position != attns[0].position for attn in attns):
+        if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
             return None
         attentions = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
         positions = {type(each._modules.get("positions")) for each in attentions}
@@ -201,7 +202,7 @@ def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:
 
 def _normalises(norm: nn.Module, x_BTC: Tensor) -> bool:
     """Whether the kernels compute this norm: ours, or to the same bits transformers' RMSNorm, which few rows prove."""
-    if type(norm) is Norm:
+    if type(norm) is Norm and norm.shape.kind != SCALE:
         return norm._alone.body == "cpu" and takes_norm(x_BTC, norm.weight, norm.bias)
     weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
     if len(norm._parameters) != 1 or norm._buffers or norm._modules or weight is None or not isinstance(eps, float):

@@ -5,6 +5,7 @@ import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.experts  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.group_norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.joined  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.latent_attention  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.modulated  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
@@ -31,6 +32,7 @@ from infuse.ops.embedding import quantized_embedding
 from infuse.ops.experts import experts, quantized_experts
 from infuse.ops.group_norm import group_norm
 from infuse.ops.joined import joined_heads
+from infuse.ops.latent_attention import latent_attention
 from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
 from infuse.ops.modulated import gated_add, gated_add_norm, modulated_norm
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -42,7 +44,7 @@ from infuse.ops.router import router
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate",
     "Op", "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks",
-    "experts", "gated_activation", "gated_add", "gated_add_norm", "group_norm", "joined_heads", "layer_norm", "linear",
-    "modulated_norm", "quantize", "quantized_embedding", "quantized_experts", "quantized_linear", "registered",
-    "rms_norm", "rotary", "rotary_append", "router",
+    "experts", "gated_activation", "gated_add", "gated_add_norm", "group_norm", "joined_heads", "latent_attention",
+    "layer_norm", "linear", "modulated_norm", "quantize", "quantized_embedding", "quantized_experts",
+    "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
 ]  # fmt: skip

@@ -35,7 +35,14 @@ def attention_weights(
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias.float()
-    allowed = _allowed(q_BHTD.shape[2], k_BKLD.shape[2], causal, window, scores.device)
+    return weights_of_scores(scores, mask, causal, window, sinks_H)
+
+
+def weights_of_scores(
+    scores: Tensor, mask: Tensor | None, causal: bool, window: int = 0, sinks_H: Tensor | None = None
+) -> Tensor:
+    """softmax of the scores [B, H, T, L] in float32, masked as in `attention_weights`."""
+    allowed = _allowed(scores.shape[2], scores.shape[3], causal, window, scores.device)
     if mask is not None and mask.dtype == torch.bool:
         allowed = mask if allowed is None else allowed & mask
     elif mask is not None:

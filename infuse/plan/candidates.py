@@ -32,6 +32,14 @@ class Candidate:
         return (*((choice.op, *declined) for choice in choices for declined in choice.declined), *self.unfit)
 
 
+@dataclass(frozen=True)
+class Table:
+    """An embedding. It is decided at the end of the walk, because a head may share its weight."""
+
+    path: str
+    why_left: str
+
+
 class Place:
     """The remaining candidates for the module at `path`, deepest first, after the one in the plan.
 

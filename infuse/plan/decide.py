@@ -19,7 +19,6 @@ from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts,
 from infuse.architectures.deepspeed import bind_routed, is_routed, routed_in
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.experts import BoundExperts, ExpertsShape, bind_experts, experts_in, is_experts
-from infuse.architectures.layer import LayerSpec
 from infuse.architectures.module import BoundModule, ModuleSpec
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import matrix_of
@@ -36,7 +35,7 @@ from infuse.layers.hook import hookable
 from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.bytes import bytes_after, parameter_bytes, state_bytes, token_bytes
-from infuse.plan.candidates import Candidate, Place
+from infuse.plan.candidates import Candidate, Place, Table
 from infuse.plan.dequantized import without_kernels
 from infuse.plan.effects import without_effect
 from infuse.plan.experts import check_counts, idle_ranks
@@ -44,6 +43,7 @@ from infuse.plan.facts import Facts
 from infuse.plan.formats import linears_of, matrices_made, matrix_ops
 from infuse.plan.kinds import BLOCK, SPLIT
 from infuse.plan.plan import Plan
+from infuse.plan.readings import binds_alike
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Left, Step
 from infuse.quant.format import QuantFormat
@@ -112,16 +112,9 @@ def make_plan(
 
 
 @dataclass(frozen=True)
-class _Table:
-    """An embedding. It is decided at the end of the walk, because a head may share its weight."""
-
-    path: str
-    why_left: str
-
-
-@dataclass(frozen=True)
 class _Way:
-    """A way to replace the module at a place. `decide` adds it to a walk, or returns why it does not fit.
+    """A way to replace the module at a place. `decide` adds it to a walk, or returns why it does not fit ("": it is an
+    earlier one again).
 
     `without`: the text in the plan if it does not fit.
     """
@@ -135,7 +128,7 @@ class _Walk:
 
     def __init__(self, facts: Facts):
         self.facts = facts
-        self.entries: list[Step | Left | _Table] = []
+        self.entries: list[Step | Left | Table] = []
         self.choices: dict[str, ops.Choice] = {}
         # (op, body, reason) for formats that a body leaves to the reference
         self.unfit: dict[tuple[str, str, str], None] = {}
@@ -154,7 +147,7 @@ class _Walk:
         steps: list[Step] = []
         left: list[Left] = []
         for entry in self.entries:
-            if isinstance(entry, _Table):
+            if isinstance(entry, Table):
                 if entry.path in shared:  # its step comes after the head's
                     continue
                 entry = self.of_table(entry)
@@ -164,7 +157,7 @@ class _Walk:
                 left.append(entry)
         return Candidate(tuple(steps), tuple(left), self.choices, tuple(self.unfit), tuple(self.places))
 
-    def of_table(self, table: _Table) -> Step | Left:
+    def of_table(self, table: Table) -> Step | Left:
         """Decide for an embedding whose weight no head shares."""
         if self.facts.mesh.tp > 1 and table.path == self.facts.table:
             return self.embedding(table.path)
@@ -176,7 +169,8 @@ class _Walk:
             reason = way.decide(self)
             if reason is None:
                 return ways[number + 1 :]
-            self.leave(path, f"{way.without}: {reason}")
+            if reason:
+                self.leave(path, f"{way.without}: {reason}")
         return ()
 
     def place(self, path: str, *ways: _Way) -> None:
@@ -200,28 +194,34 @@ class _Walk:
             return
         self.decided.add(id(module))
         specs = specs_for(module)
+        is_layer = bool(specs) or path in self.facts.readings.layers
         if isinstance(module, (Block, Experts)):
             self.leave(path, ALREADY_REPLACED)
         elif is_experts(module) or is_routed(module):
             self.linears(module, path)
-        elif specs and (adapters := adapted(module)):
+        elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            self.leave(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself")
+        elif is_layer and (adapters := adapted(module)):
             self.leave(path, f"{_NO_BLOCK}: has adapters (peft) at {', '.join(adapters)}")
-            self.linears(module, path)
+            self.parts_of_layer(module, path, config, is_written=bool(specs))
         elif (spec := module_spec(module)) is not None and path:
             whole = _Way(partial(_Walk.module, module=module, path=path, spec=spec), "not as a whole module")
             self.place(path, whole, _Way(partial(_Walk.inside, module=module, path=path, config=config)))
-        elif self.facts.splits.takes(path) and not adapted(module):
-            self.place(path, *self.without_block(module, path, config))
-        elif specs and not self.facts.config.replace_with_kernel_inject:
+        elif self.facts.splits.takes(path) and not adapted(module) and not self.facts.readings.is_group(path):
+            self.place(path, *self.reading(module, path), *self.without_block(module, path, config))
+        elif is_layer and not self.facts.config.replace_with_kernel_inject:
             self.leave(path, f"{_NO_BLOCK}: replace_with_kernel_inject is False")
-            self.linears(module, path)
+            self.parts_of_layer(module, path, config, is_written=bool(specs))
+        elif not specs and (reading := self.reading(module, path)):
+            self.place(path, *reading, _Way(partial(_Walk.inside, module=module, path=path, config=config)))
         elif specs:
-            block = _Way(partial(_Walk.block, module=module, path=path, specs=specs, config=config), _NO_BLOCK)
-            self.place(path, block, *self.without_block(module, path, config))
+            bind = partial(bind_any, specs, module, config)
+            why = f"spec of {type(module).__name__}"
+            block = _Way(partial(_Walk.block, module=module, path=path, bind=bind, why=why), _NO_BLOCK)
+            reading = self.reading(module, path, bind)
+            self.place(path, block, *reading, *self.without_block(module, path, config))
         elif linear_shape(module) is not None:
             self.linears(module, path)
-        elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            self.leave(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself")
         elif next(module.children(), None) is None:
             self.leaf(module, path)
         else:
@@ -229,6 +229,26 @@ class _Walk:
                 names = ", ".join(module._parameters)
                 self.leave(path, f"{type(module).__name__} has parameters of its own: {names}")
             self.inside(module, path, config)
+
+    def parts_of_layer(self, module: nn.Module, path: str, config: Any, *, is_written: bool) -> None:
+        """Decide for the inside of a layer that stays; with a spec, it is known to have linears and experts alone."""
+        if is_written:
+            self.linears(module, path)
+        else:
+            self.inside(module, path, config)
+
+    def reading(self, module: nn.Module, path: str, spec: Callable[[], Bound] | None = None) -> tuple[_Way, ...]:
+        """The way to replace a layer by a block that is read from its graph; () if none is wanted.
+
+        `spec` binds the layer to its spec, if it has one: a reading that is equal is no other way.
+        """
+        facts = self.facts
+        wanted = facts.config.replace_with_kernel_inject and not adapted(module) and not facts.splits.names(path)
+        if path not in facts.readings.layers or not wanted:
+            return ()
+        why = f"read from the graph of {type(module).__name__}"
+        bind = partial(facts.reading_of, path)
+        return (_Way(partial(_Walk.block, module=module, path=path, bind=bind, why=why, other=spec), _NO_BLOCK),)
 
     def without_block(self, module: nn.Module, path: str, config: Any) -> tuple[_Way, ...]:
         """Ways to replace the inside of a layer that keeps its forward."""
@@ -245,7 +265,7 @@ class _Walk:
         in_component, is_table = is_component(self.facts.model), self.facts.mesh.tp > 1 and path == self.facts.table
         shares = path in self.facts.tied and not in_component
         if (is_table or shares) and embedding_shape(module) is not None:
-            self.entries.append(_Table(path, why))
+            self.entries.append(Table(path, why))
         elif in_component and path:
             self.torchs_own.setdefault(type(module).__name__, []).append(path)
         else:
@@ -288,7 +308,7 @@ class _Walk:
         """
         made = matrices_made(bound.fills, bound.shape)
         differences = [text for fill, _ in made if (text := self.facts.formats.difference(fill, path))]
-        differences += [f"{fill.sources[0]} stays in float32" for fill, _ in made if self.facts.kept(path, fill)]
+        differences += self.facts.of_dtype(bound.shape, [fill for fill, _ in made], path)
         if differences := differences + self.facts.users_own.inside(module, moved, library):
             raise SpecMismatch(type(module).__name__, differences)
         inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
@@ -296,11 +316,20 @@ class _Walk:
         ranks, grain = self.facts.ranks(bound.shape.expert_count > 0), self.facts.grain
         return [layer_part(bound.shape, bound.fills, rank, grain=grain, multiples=multiples) for rank in ranks]
 
-    def block(self, module: nn.Module, path: str, specs: tuple[LayerSpec, ...], config: Any) -> str | None:
-        """Replace a layer by a block, unless it differs from its specs."""
+    def block(
+        self,
+        module: nn.Module,
+        path: str,
+        bind: Callable[[], Bound],
+        why: str,
+        other: Callable[[], Bound] | None = None,
+    ) -> str | None:
+        """Replace a layer by a block, unless `bind` or the layer says why not, or `other` binds it alike."""
         name = type(module).__name__
         try:
-            bound = bind_any(specs, module, config)
+            bound = bind()
+            if other is not None and binds_alike(other, bound):
+                return ""
             moved = (*(mixer.replaces[-1] for mixer in bound.shape.mixers.values()), *bound.shape.recorded.values())
             parts = self.layer_parts(module, path, bound, moved, bound.library)
         except SpecMismatch as mismatch:
@@ -316,7 +345,6 @@ class _Walk:
         for router in sorted(self.facts.routers):
             if router.startswith(f"{path}."):
                 self.keep(router)
-        why = f"spec of {name}"
         if len(parts) > 1 and bound.shape.expert_count:
             why += f"; {self.facts.expert_share(bound.shape.expert_count)}"
         step = Step(path, name, shape, fills, bodies, why, bound.index, whole=whole, skips_padding=skips)
@@ -537,6 +565,9 @@ class _Walk:
                 self.leave(
                     f"{path}: {fill.target}", f"in {self.facts.dtype}: quant.weight.post_init_quant leaves it alone"
                 )
+            return fill
+        if matrix.unquantized:
+            self.leave(f"{path}: {fill.target}", f"in {self.facts.dtype}: {matrix.unquantized}")
             return fill
         format = format.of_part(matrix.inputs) if fill.cut is not None and fill.cut.axis == 1 else format
         # Experts take a format in both of their matrices or in none.

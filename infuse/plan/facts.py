@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,17 +12,21 @@ from torch import nn
 from infuse import ops
 from infuse.architectures.deepspeed import routed_in
 from infuse.architectures.experts import router_paths
+from infuse.architectures.layer import Bound, LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.read_weights import read_linears
+from infuse.authors import package_of
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.dtype_cast import kept_in_float32
+from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
 from infuse.plan.dequantized import refused_bodies
 from infuse.plan.experts import share_text
 from infuse.plan.formats import Formats
 from infuse.plan.found import path_of, shared_weights
+from infuse.plan.readings import Readings
 from infuse.plan.unknown import Splits
 from infuse.plan.users_own import UsersOwn
 
@@ -38,7 +44,8 @@ class Facts:
         self.exact = kept_in_float32(model, dtype)
         self.read = read_linears(model)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
-        self.users_own = UsersOwn(model)
+        self.readings = Readings(model, dtype, self.exact)
+        self.users_own = UsersOwn(model, self.readings.layers.values())
         self._choices: dict[str, ops.Choice] = {}
 
     def choice(self, op: str) -> ops.Choice:
@@ -63,9 +70,22 @@ class Facts:
         counts = [stop - start for start, stop in split(experts, self.mesh.ep)]
         return share_text(counts, self.mesh.slices)
 
+    def of_dtype(self, shape: Any, fills: Sequence[Fill], path: str) -> list[str]:
+        """What a layer or module does in its dtype, and none of ours."""
+        found = [f"{fill.sources[0]} stays in float32" for fill in fills if self.kept(path, fill)]
+        clamps = isinstance(shape, LayerShape) and shape.call.clamps and self.dtype is torch.float16
+        return found + ["clamps its results in float16"] * clamps
+
     def kept(self, path: str, fill: Fill) -> list[str]:
         """List the sources of `fill`, for the module at `path`, that stay in float32 in a 16-bit model."""
         return [source for source in fill.sources if f"{path}.{source}" in self.exact]
+
+    def reading_of(self, path: str) -> Bound:
+        """Read the layer at `path` from its graph. SpecMismatch if it cannot be read, or runs methods of the user."""
+        layer = self.model.get_submodule(path)
+        if reasons := self.users_own.methods(layer, package_of(type(layer))):
+            raise SpecMismatch(type(layer).__name__, reasons)
+        return self.readings.of(path)
 
     def stays(self, name: str) -> str | None:
         """Return why the linear at `name` is never replaced, whatever the kernels; None if it may be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.adapters import base_path, is_adapter
+from infuse.inputs.model import reads_states
 
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index
 
@@ -44,12 +45,32 @@ def config_around(model: nn.Module, path: str) -> Any:
 
 def model_around(model: nn.Module, path: str) -> str:
     """Path of the nearest model around the module at `path`: a module with embeddings and a config."""
-    while path:
-        path = path.rpartition(".")[0]
-        module = model.get_submodule(path)
-        if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            return path
-    return ""
+    return next(models_around(model, path))
+
+
+def models_around(model: nn.Module, path: str) -> Iterator[str]:
+    """Paths of the models around the module at `path`, nearest first and the whole model last.
+
+    Those that read only what a model around them has computed come after the others.
+    """
+    places = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
+    inside = [place for place in places if _is_model(model.get_submodule(place))]
+    yield from sorted([*inside, ""], key=lambda place: place != "" and reads_states(model.get_submodule(place)))
+
+
+def one_by_one(model: nn.Module, waiting: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the models around the modules at paths, nearest first, each with its paths that are still in `waiting`."""
+    around = {path: list(models_around(model, path)) for path in waiting}
+    for number in range(max(map(len, around.values()), default=0)):
+        by_model: dict[str, list[str]] = {}
+        for path, models in around.items():
+            if path in waiting and number < len(models):
+                by_model.setdefault(models[number], []).append(path)
+        yield from by_model.items()
+
+
+def _is_model(module: nn.Module) -> bool:
+    return hasattr(module, "config") and hasattr(module, "get_input_embeddings")
 
 
 def traits(model: nn.Module, path: str, *, is_called: bool) -> tuple:

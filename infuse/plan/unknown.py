@@ -44,6 +44,10 @@ class Splits:
         """
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
+    def names(self, path: str) -> bool:
+        """Whether a policy of the user names the module at `path`."""
+        return path in self._named
+
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[RankShare, list[RankShare]]]]:
         """Return the roles of the layer's linears and, for each interpretation, the whole and every rank's part.
 

@@ -6,7 +6,7 @@ does not create, and parts that are also used outside of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -22,15 +22,18 @@ _CONTAINERS = "torch.nn.modules.container"  # their children have arbitrary name
 
 
 class UsersOwn:
-    """Finds user customizations in the layers of `model`, in which no step has changed anything yet."""
+    """Finds user customizations in the layers of `model`, in which no step has changed anything yet.
 
-    def __init__(self, model: nn.Module):
+    `read`: layers without a spec that may be replaced as blocks.
+    """
+
+    def __init__(self, model: nn.Module, read: Iterable[nn.Module] = ()):
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._holders: dict[int, list[tuple[nn.Module, str]]] = {}
         for holder in model.modules():
             for name, child in holder._modules.items():
                 self._holders.setdefault(id(child), []).append((holder, name))
-        layers = [module for module in model.modules() if specs_for(module) or module_spec(module)]
+        layers = [*read, *(module for module in model.modules() if specs_for(module) or module_spec(module))]
         self._in_layers = {id(module) for layer in layers for module in layer.modules()}
 
     def inside(self, layer: nn.Module, moved: Collection[str], library: str) -> list[str]:
@@ -38,26 +41,31 @@ class UsersOwn:
 
         Hooks on the layer itself and on the modules at the paths `moved` are not listed: they move to the block.
         """
-        reasons = []
+        reasons = self.methods(layer, library)
         libraries = {*LIBRARIES, library}
-        methods: Mapping[type, list[str]] = {
-            kind: list(users_methods(kind, libraries)) for kind in {type(module) for module in layer.modules()}
-        }
         for path, module in layer.named_modules():
             where = path or "the layer"
             if patched(module):
                 reasons.append(f"{where} has a forward set on the instance")
             elif path and path not in moved and (module._forward_hooks or module._forward_pre_hooks):
                 reasons.append(f"{path} has a hook, which a whole block would not call")
-            if names := methods[type(module)]:
-                reasons.append(
-                    f"{where} has a method of your own, {', '.join(names)}, which a whole block would not call"
-                )
             if names := sorted(_added(module)):
                 reasons.append(f"{where} has {', '.join(names)}, which {type(module).__name__} does not make")
             if names := [name for name, value in vars(module).items() if _is_users_function(value, libraries)]:
                 reasons.append(f"{where} has a function of your own, {', '.join(names)}, which a block would not call")
         return reasons + self.shared(layer)
+
+    def methods(self, layer: nn.Module, library: str) -> list[str]:
+        """List methods of the user that override or patch those of a library, in any module of the layer."""
+        libraries = {*LIBRARIES, library}
+        by_class: Mapping[type, list[str]] = {
+            kind: list(users_methods(kind, libraries)) for kind in {type(module) for module in layer.modules()}
+        }
+        return [
+            f"{path or 'the layer'} has a method of your own, {', '.join(names)}, which a whole block would not call"
+            for path, module in layer.named_modules()
+            if (names := by_class[type(module)])
+        ]
 
     def shared(self, layer: nn.Module) -> list[str]:
         """List parts of `layer` with parameters that are also used outside of all layers: they would not stay shared.
@@ -88,6 +96,8 @@ def _added(module: nn.Module) -> set[str]:
     if kind.__module__ == _CONTAINERS:
         return set()
     entries = (*module._buffers.items(), *module._modules.items())
+    if any(base.__module__ == _CONTAINERS for base in kind.__mro__):  # it numbers its modules
+        entries = tuple((name, value) for name, value in entries if not name.isdecimal())
     return {name for name, value in entries if value is not None} - _named(kind)
 
 

@@ -113,7 +113,8 @@ def recorded_call(args: tuple, kwargs: dict[str, Any], real: Tensor | None) -> C
     kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
     hidden, *others = args or (kwargs.pop("hidden_states"),)
     others = [CACHE if isinstance(value, Cache) else value for value in others]
-    fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask belongs to other rows
+    # Otherwise the mask belongs to other rows.
+    fits = real is not None and hidden.dim() == 3 and hidden.shape[:2] == real.shape
     return Call(hidden.clone(), tuple(others), kwargs, real if fits else None)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from infuse.errors import CheckpointError, in_brief
 from infuse.inputs.model import SEED, random_inputs
-from infuse.plan.found import model_around
+from infuse.plan.found import models_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
 from infuse.temporary_hooks import StopModel, TemporaryHooks, answered_by, watched
 from infuse.unknown.install import places_of
@@ -94,12 +94,12 @@ def find_callers(
 ) -> tuple[dict[str, Caller], dict[str, str]]:
     """Find the caller of each linear when `model` runs on random inputs; for the others, return why there is none.
 
-    If `model` does not run or does not call a linear, the nearest model around the linear is run. `running` returns a
-    context in which the model can run.
+    If `model` does not run or does not call a linear, the models around the linear are run, nearest first. `running`
+    returns a context in which the model can run.
     """
     callers: dict[str, Caller] = {}
     reasons = dict.fromkeys(paths, "the model does not call it")
-    for owner in dict.fromkeys(["", *(model_around(model, path) for path in reasons)]):
+    for owner in dict.fromkeys(["", *(around for path in reasons for around in models_around(model, path))]):
         prefix = f"{owner}." if owner else ""
         waiting = [path for path in reasons if path.startswith(prefix)]
         if not waiting:

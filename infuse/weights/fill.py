@@ -20,7 +20,7 @@ from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span
 from infuse.quant.format import Buffer, QuantizedWeight
 from infuse.quant.parse import quant_format
-from infuse.weights.lazy import Joined, LazyTensor, Lookup, Transposed, place_of, stored_alike, tensor_at
+from infuse.weights.lazy import InMemory, Joined, LazyTensor, Lookup, Transposed, place_of, stored_alike, tensor_at
 from infuse.weights.mapped import StoredMatrix
 from infuse.weights.stacked_experts import TallMatrix, sliced
 
@@ -32,7 +32,8 @@ def moves(fill: Fill) -> bool:
     """True if the parameter can be reused as is, which keeps weights tied."""
     alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None
     alone = alone and fill.stacked in (None, StackedExperts())
-    return alone and not fill.transposed and fill.packing is None and fill.format is None
+    plain = not fill.transposed and fill.packing is None and fill.format is None
+    return alone and plain and not fill.absent
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
@@ -58,6 +59,9 @@ def filled(fill: Fill, source: Lookup, dtype: torch.dtype | None) -> Tensor:
 def target_of(fill: Fill, source: Lookup) -> Joined:
     """Assemble the target of `fill` lazily; it is neither cast nor quantized."""
     sources = [_stacked(fill, source(name)) for name in fill.sources]
+    if fill.absent and fill.heads is not None:
+        first = sources[0].read((slice(0, 1),))
+        sources.append(InMemory(first.new_zeros(max(fill.heads.of_parts), *first.shape[1:])))
     if fill.transposed:
         sources = [Transposed(matrix) for matrix in sources]
     if fill.cut is None or fill.cut.axis == 0:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures import bind_any, specs_for
-from infuse.errors import CheckpointError, SpecMismatch
+from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint, in_words, same_values
 from infuse.weights.foreign import Recognised, Unread, recognised
 from infuse.weights.lazy import LazyTensor
 from infuse.weights.names import Naming, held
-from infuse.weights.pieces import Packed, packed_qkv
+from infuse.weights.pieces import Packed
 from infuse.weights.saved_shards import SavedShards
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
@@ -54,11 +52,15 @@ class _Faults:
 
 
 def model_tensors(
-    model: nn.Module, checkpoint: Checkpoint | SavedShards, without: Callable[[str], bool] = lambda name: False
+    model: nn.Module,
+    checkpoint: Checkpoint | SavedShards,
+    without: Callable[[str], bool] = lambda name: False,
+    packings: Callable[[], Mapping[str, Packed]] = dict,
 ) -> ModelTensors:
     """Find the tensors of `model` in a checkpoint; CheckpointError lists all missing, unexpected and misshaped ones.
 
-    Names for which `without` returns True are ignored on both sides. Buffers may be missing if transformers allows it.
+    Names for which `without` returns True are ignored on both sides. `packings` tells the packed matrices of the model,
+    of which a checkpoint in pieces has parts. Buffers may be missing if transformers allows it.
     """
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
     naming = Naming(model)
@@ -73,7 +75,7 @@ def model_tensors(
         expected,
         {name: stored for name, stored in by_name.items() if stored not in foreign.used},
         dict(foreign.tensors),
-        packings(model) if checkpoint.in_pieces else {},
+        packings() if checkpoint.in_pieces else {},
         faults,
     )
     by_tensor: dict[int, list[str]] = {}
@@ -147,34 +149,6 @@ class _Matching:
 
 def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
-
-
-def packings(model: nn.Module) -> dict[str, Packed]:
-    """Packed matrices (q, k and v; gate and up) by their names in the model, as the specs declare them."""
-    packed: dict[str, Packed] = {}
-
-    def visit(module: nn.Module, path: str, config: Any) -> None:
-        specs = specs_for(module)
-        if not specs:
-            config = getattr(module, "config", config)
-            for name, child in module.named_children():
-                visit(child, f"{path}{name}.", config)
-            return
-        try:
-            bound = bind_any(specs, module, config)
-        except SpecMismatch:
-            return
-        lying = {parameter.target: parameter.extents for parameter in bound.shape.parameters}
-        for fill in bound.fills:
-            extents = lying.get(fill.target, ())
-            if fill.heads is not None:
-                if layout := packed_qkv(fill.packing, fill.heads):
-                    packed[path + fill.sources[0]] = layout
-            elif len(fill.sources) == 1 and len(extents) > 1:
-                packed[path + fill.sources[0]] = Packed(tuple(extent.length for extent in extents))
-
-    visit(model, "", None)
-    return packed
 
 
 def _by_name(naming: Naming, stored: list[str], expected: Mapping[str, Tensor]) -> tuple[dict[str, str], list[str]]:

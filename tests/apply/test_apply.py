@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from infuse.ops import Body, registered
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
 from infuse.quant.format import CPU_BLOCK_VALUES
+from tests.models.every_architecture import tiny_config
 from tests.models.families import BY_NAME, inputs
 from tests.support.tolerance import assert_near
 
@@ -221,6 +223,20 @@ def test_attributes_survive() -> None:
     applied(model)
     assert all(isinstance(layer, Block) for layer in model.model.layers) and attributes() == before
     assert model.model.layers[2].self_attn.config is model.config
+
+
+def test_attributes_of_a_module_inside_attention_survive() -> None:
+    """GIT reads one there when it makes its mask: `layer.attention.self.image_patch_tokens`."""
+    config = tiny_config(t.BertConfig)
+    model = t.BertModel(config).eval()
+    model.encoder.layer[1].attention.self.note = "the user's"
+    module = infuse.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True).module
+    for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        layer = copied.encoder.layer[1]
+        assert isinstance(layer, Block) and layer.attention.self.note == "the user's"
+        assert layer.attention.self.attention_head_size == config.hidden_size // config.num_attention_heads
+        assert layer.attention.self is layer.attention
+        assert not any("self" in name for name, _ in layer.named_modules())
 
 
 def test_layers_are_of_their_old_class() -> None:

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import infuse
-from infuse.architectures import SPECS, Bound, bind_any, specs_for
+from infuse.architectures import SPECS, Bound, bind_any, towers
+from infuse.architectures.deepseek import WITH_INDEXERS
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.part import COLUMN, ROW, Parameter
 from infuse.architectures.ranks import RankShare, layer_part
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
-from tests.models.families import BY_NAME, FAMILIES, inputs
+from tests.models.families import BY_NAME, FAMILIES, LATENT, READ_ALONE, inputs
+from tests.support import formerly_written
+from tests.support.formerly_written import specs_for
 
-NAMES = [family.name for family in FAMILIES]
+NAMES = [family.name for family in FAMILIES if family not in READ_ALONE]
 
 
 def on_meta(name: str) -> nn.Module:
@@ -86,7 +89,9 @@ def test_specs_are_data_of_real_classes(spec: LayerSpec) -> None:
 
 def test_every_class_of_a_spec_has_a_family() -> None:
     used = {spec.layer for name in NAMES for _, layer, _ in layers_of(on_meta(name)) for spec in specs_for(layer)}
-    assert used == {spec.layer for spec in SPECS}
+    elsewhere = {*WITH_INDEXERS, *towers.SPECS}  # which never bind; tests/layers/test_towers.py
+    found = {spec.layer for spec in (*SPECS, *formerly_written.SPECS) if spec not in elsewhere}
+    assert used == found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -232,6 +237,7 @@ def llama_with_another_activation() -> nn.Module:
         (llama_with_another_activation, 3, "activation 'leaky_relu' is not one of"),
     ],
 )
+@pytest.mark.usefixtures("unread")
 def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, reason: str) -> None:
     """With the proof off: the completeness of the claims is what protects the output here."""
     original, model = make(), make()
@@ -239,7 +245,7 @@ def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, rea
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is accelerated is meant here
         engine = infuse.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, verify="off")
-    refused = {entry.path: entry.why for entry in engine.plan.left if entry.path in layers}
+    refused = {entry.path: entry.why for entry in reversed(engine.plan.left) if entry.path in layers}
     assert len(refused) == left
     assert all(why.startswith("not as a whole block: ") and reason in why for why in refused.values())
     assert [step.path for step in engine.plan.steps if step.depth == "block"] == [
@@ -262,7 +268,7 @@ TP_VALUES = {
     "colwise": COLUMN, "colwise_gather_output": COLUMN, "colwise_rep": COLUMN, "local_colwise": COLUMN,
     "rowwise": ROW, "rowwise_split_input": ROW, "rowwise_rep": ROW, "local_rowwise": ROW,
     "packed_colwise": COLUMN, "packed_rowwise": ROW, "moe_tp_experts": None, "replicated_with_grad_allreduce": None,
-    "local": None, "gather": None, "local_params": None,
+    "local": None, "gather": None, "local_params": None, "mla_kv_a_proj": None,
 }  # fmt: skip
 
 
@@ -294,7 +300,7 @@ def test_columns_and_rows_are_those_of_the_tp_plan(name: str) -> None:
     theirs = {inside: TP_VALUES[value] for inside, value in tp_plan(model, path).items() if inside in there}
     turned = {fill.sources[0] for fill in found.fills if fill.stacked is not None and fill.stacked.transposed}
     theirs |= {inside: {COLUMN: ROW, ROW: COLUMN}[theirs[inside]] for inside in turned & theirs.keys()}
-    if by_target:  # plans of mixtures leave out the attention or the shared expert of some families
+    if by_target or BY_NAME[name] in LATENT:  # plans leave out the attention or the shared expert of some families
         ours = {inside: role for inside, role in ours.items() if inside in theirs}
         assert len(ours) >= 2
     assert ours == {inside: role for inside, role in theirs.items() if role is not None}
@@ -310,6 +316,7 @@ def test_parts_describe_every_parameter_that_a_layer_is_filled_with(name: str) -
         described = {parameter.target for parameter in found.shape.parameters}
         buffers = {name for name, _ in layer.named_buffers()}
         computed = {fill.target for fill in found.fills if fill.sources[0] in buffers}
+        computed -= {"scalar.scalar"}  # Gemma 4's, which is read from files like a parameter
         assert described == {fill.target for fill in found.fills} - computed
         sizes = {matrix.weight: matrix.shape for matrix in found.shape.matrices}
         for fill in (fill for fill in found.fills if fill.target in sizes):

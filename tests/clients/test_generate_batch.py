@@ -142,6 +142,7 @@ def test_16_bits() -> None:
         assert (scores.max(-1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max() < 0.15
 
 
+@pytest.mark.usefixtures("unread")
 def test_layers_that_stay() -> None:
     """Our attention hook (layers without a spec) makes room for the paged one, and comes back."""
     from tests.models.unknown import HOOKED, hooked

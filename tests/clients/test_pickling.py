@@ -174,6 +174,7 @@ def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> N
     pipe.send_bytes(pickle.dumps((answers(given.module, BY_NAME["llama-bias"]), found, hooked(PROMPT).logits)))
 
 
+@pytest.mark.usefixtures("unread")
 def test_another_process_reads_every_kind_of_layer(tmp_path: Path) -> None:
     given, engines = replaced("llama-bias", "int8:16"), [replaced(name, quant) for name, quant in SENT]
     hooked = infuse.init_inference(glm(), dtype=torch.float32, progress=False, quant="int8:16").module

@@ -4,6 +4,7 @@ Each argument of `generate` by itself: tests/clients/test_generate_arguments.py.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ import infuse
 from infuse.generate import loop
 from infuse.generate.choose import Processed, ends_of
 from infuse.layers.cache import KVCache
+from tests.models.every_architecture import tiny_config
 from tests.models.families import BY_NAME, inputs
 from tests.support.asked_of_generate import OddTokensOnly, StopAtLength
 from tests.support.side_by_side import injected as with_blocks
@@ -88,6 +90,20 @@ def test_modes(name: str, mode: str) -> None:
     assert exact.shape[1] > PROMPT
     for model in (engine, engine.module):
         assert torch.equal(seeded(model, **padded(name), **MODES[mode]), exact)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_blocks_beside_layers_that_keep_another_state(mode: str) -> None:
+    """LFM2's convolutions do: ours holds keys and values, so the cache is the one that transformers makes."""
+    config = tiny_config(t.Lfm2Config)
+    assert {"conv", "full_attention"} == {*config.layer_types}
+    torch.manual_seed(0)
+    original = t.Lfm2ForCausalLM(config).eval()
+    original.generation_config.eos_token_id = None
+    engine = infuse.init_inference(copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True)
+    assert any(step.depth == "block" for step in engine.plan.steps)
+    given = dict(input_ids=torch.arange(1, 2 * PROMPT + 1).view(2, PROMPT), max_new_tokens=NEW, **MODES[mode])
+    assert torch.equal(engine.generate(**given), original.generate(**given))
 
 
 @pytest.mark.parametrize("name", NAMES)

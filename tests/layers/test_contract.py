@@ -203,6 +203,7 @@ def generated(model: Any, cache: str, **more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.usefixtures("unread")
 def test_layers_that_stay_fill_a_static_cache_as_before(name: str) -> None:
     model = hooked(name)
     wanted = generated(model, "static")

@@ -62,12 +62,12 @@ def only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def compare(block: Block, x: Tensor, mask: Tensor | None = None) -> None:
+def compare(block: Block, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> None:
     for threads in thread_counts(1, 2, 3):
         torch.full((1 << 20,), torch.nan, dtype=x.dtype)  # what the call finds in memory that it does not fill
-        found = only(block(x, attention_mask=mask))
+        found = only(block(x, attention_mask=mask, **more))
         with part_by_part(block):
-            wanted = only(block(x, attention_mask=mask))
+            wanted = only(block(x, attention_mask=mask, **more))
         assert_near(found, wanted, x.dtype, f"{threads} threads")
 
 
@@ -127,6 +127,28 @@ def test_masks_hide_of_each_sequence_what_they_say(kind: str, batch: int, taken:
     assert taken == [WITH_TILES] * 3
     with torch.no_grad():
         assert not torch.allclose(only(block(x, attention_mask=mask)), only(block(x)), atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["mpnet", "t5-gated"])
+@pytest.mark.parametrize("kind", ["none", "boolean", "added"])
+def test_a_bias_of_the_scores_goes_with_the_mask(name: str, kind: str, taken: list[bool]) -> None:
+    block, batch, tokens = block_of(name), 3, 33
+    generator = torch.Generator().manual_seed(tokens)
+    allowed = torch.arange(tokens) < torch.tensor([[33], [20], [7]])
+    masks = {
+        "none": None,
+        "boolean": allowed[:, None, None],
+        "added": torch.zeros(batch, 1, 1, tokens).masked_fill(~allowed[:, None, None], -3e38).bfloat16(),
+    }
+    x, shape = given(block, batch, tokens), attn_of(block)
+    bias = torch.randn(1, shape.heads, tokens, tokens, generator=generator).bfloat16()
+    assert shape.bias_argument is not None
+    taken.clear()
+    compare(block, x, masks[kind], **{shape.bias_argument: bias})
+    assert taken == [WITH_TILES] * 3
+    with torch.no_grad():
+        other = only(block(x, attention_mask=masks[kind], **{shape.bias_argument: 2 * bias}))
+        assert not torch.allclose(other, only(block(x, attention_mask=masks[kind], **{shape.bias_argument: bias})))
 
 
 def test_what_is_empty_or_of_other_dtypes_goes_part_by_part(taken: list[bool]) -> None:

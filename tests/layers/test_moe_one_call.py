@@ -30,6 +30,10 @@ from tests.support.tolerance import assert_near
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Why blocks of these families run part by part.
 PART_BY_PART = {
+    **dict.fromkeys(
+        ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-yarn", "glm4-moe-lite", "axk1", "mistral4"),
+        "latent attention",
+    ),
     "phimoe": "sparse mixer",
     "hunyuan-moe": "norms after the rotation",
     "afmoe": "output gate",

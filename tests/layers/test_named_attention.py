@@ -22,11 +22,12 @@ from transformers.masking_utils import sdpa_mask
 import infuse
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
+from infuse.layers.latent_attention import LatentAttention
 from infuse.layers.named_attention import calls_by_name
 from tests.models.families import BY_NAME, FAMILIES, MIXTURES, inputs
 from tests.support.tolerance import assert_near
 
-SERVES_NO_OTHER = ("gpt-neo", "gptj", "codegen", "bloom", "falcon", "mpt")
+SERVES_NO_OTHER = ("gpt-neo", "gptj", "codegen", "bloom", "falcon", "mpt", "mpnet", "deberta")
 Call = dict[str, Any]
 
 
@@ -53,7 +54,7 @@ def pair(name: str, **config: Any) -> tuple[Any, Any]:
     """The original and the replaced model."""
     family = BY_NAME[name]
     engine = infuse.init_inference(family.make(**config), dtype="fp32")
-    assert any(isinstance(module, Attention) for module in engine.module.modules())
+    assert any(isinstance(module, (Attention, LatentAttention)) for module in engine.module.modules())
     return family.make(**config), engine.module
 
 
@@ -79,8 +80,8 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
         results.append(run(model, inputs(family, padding="left")))
         made.append(list(calls))
         calls.clear()
-    # Routers magnify rounding, and so do the scores of mT5, which are not scaled (2.9e-6 on an Intel Xeon).
-    times = 2 if family in MIXTURES or family.name == "mt5" else 1
+    # Routers magnify rounding, and so do scores that are not scaled: mT5's (2.9e-6 on an Intel Xeon), Gemma 4's.
+    times = 2 if family in MIXTURES or family.name.startswith(("mt5", "gemma4", "embedding-gemma2")) else 1
     assert_near(results[1], results[0], torch.float32, times=times)
     assert len(made[0]) == len(made[1]) > 0
     for theirs, ours in zip(*made, strict=True):

@@ -47,6 +47,16 @@ def test_a_program_is_read_by_name_in_any_order() -> None:
     torch.testing.assert_close(found, nn.functional.rms_norm(x, (8,), eps=0.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (3, 77), (5, 200)])
+def test_a_layer_scale_multiplies_alone(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(1, rows, columns).to(dtype), torch.randn(columns).to(dtype)
+    part = " ".join(f"{name}={value}" for name, value in (NORM_FIELDS | {"kind": "scale"}).items())
+    step = f"step=step{{ does=norm_stream scale=r0 part=norm{{ {part} }} }}"
+    program = NativeProgram(f"machine=steps whole=false steps=list{{ {step} }}", [0.0, 0.0], [weight])
+    assert torch.equal(program.run(x, None, None, -1, None, None, None, None, 0), x * weight)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

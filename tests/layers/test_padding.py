@@ -18,7 +18,9 @@ ENCODERS = [family.name for family in FAMILIES if family.kind == "encoder"]
 SIDES, ATTENTIONS = ("right", "left"), ("sdpa", "eager")
 # Both sides and both attentions of each encoder, in turn one with the other.
 PADDED = [
-    (name, SIDES[turn], ATTENTIONS[(family + turn) % 2]) for family, name in enumerate(ENCODERS) for turn in range(2)
+    (name, SIDES[turn], ATTENTIONS[(family + turn) % 2] if BY_NAME[name].model._supports_sdpa else "eager")
+    for family, name in enumerate(ENCODERS)
+    for turn in range(2)
 ]
 TOLERANCE = 2e-5
 

@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as t
 from torch import Tensor, nn
@@ -17,12 +18,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from infuse.inputs.model import RandomTensors, model_inputs
 
+PARTS = 4  # of the architectures, for processes to share
 # The names that configs give to their numbers, by what is asked of them here.
 NUMBERS: dict[int, str] = {
     32: """hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size word_embed_proj_dim \
 embedding_size d_embed
         emb_dim text_embed_dim projection_dim hidden_dim attention_hidden_size lru_width backbone_hidden_size \
-head_hidden_size out_hidden_size""",
+head_hidden_size out_hidden_size output_channels""",
     48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size \
 moe_intermediate_size inner_dim
         shared_expert_intermediate_size moe_shared_expert_intermediate_size dim_feedforward mlp_dim \
@@ -87,6 +89,14 @@ def tiny_config(cls: type) -> Any:
         elif name == "rope_parameters" and "qk_rope_head_dim" in given and "mrope_section" in (value or {}):
             half = BY_NAME["qk_rope_head_dim"] // 2  # in three sections: time, height, width
             values[name] = {**value, "mrope_section": [half - half // 4 * 2, half // 4, half // 4]}
+        elif name == "rope_parameters" and value and "mrope_section" in _source(cls):
+            size = (
+                BY_NAME["head_dim"]
+                if given.get("head_dim")
+                else BY_NAME["hidden_size"] // BY_NAME["num_attention_heads"]
+            )
+            half = int(size * value.get("partial_rotary_factor", 1.0)) // 2
+            values[name] = {**value, "mrope_section": [half - half // 4 * 2, half // 4, half // 4]}
         elif name == "use_sliding_window":
             values[name] = True
         elif name in LISTS_OF_NUMBERS and value:
@@ -135,12 +145,11 @@ def not_tiny() -> dict[str, str]:
     return dict(line.split(": ", 1) for line in text.splitlines() if not line.startswith("#"))
 
 
-def architectures() -> dict[str, tuple[type, type]]:
-    """Model type → its config's class and a model: one for generation where there is one, else the plain one. Not those
-    of `not_tiny`.
+def model_types() -> dict[str, tuple[str, str]]:
+    """Model type → the names of its config's class and of a model: one for generation where there is one, else the
+    plain one. Nothing is imported.
     """
-    away = not_tiny()
-    found: dict[str, tuple[type, type]] = {}
+    found: dict[str, tuple[str, str]] = {}
     for names in (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -149,16 +158,30 @@ def architectures() -> dict[str, tuple[type, type]]:
         auto.MODEL_MAPPING_NAMES,
     ):
         for kind, name in names.items():
-            if kind in found or kind in away:  # not even imported
-                continue
-            model = getattr(t, name if isinstance(name, str) else name[0], None)
-            config = getattr(t, CONFIG_MAPPING_NAMES.get(kind, ""), None)
-            if model is not None and config is not None:
-                found[kind] = config, model
+            if kind in CONFIG_MAPPING_NAMES:
+                found.setdefault(kind, (CONFIG_MAPPING_NAMES[kind], name if isinstance(name, str) else name[0]))
+    return found
+
+
+def architectures() -> dict[str, tuple[type, type]]:
+    """Model type → the classes of its config and of its model. Not those of `not_tiny`, which are not even imported."""
+    away = not_tiny()
+    found: dict[str, tuple[type, type]] = {}
+    for kind, names in model_types().items():
+        if kind in away:
+            continue
+        config, model = (getattr(t, name, None) for name in names)
+        if config is not None and model is not None:
+            found[kind] = config, model
     return found
 
 
 LARGEST = 3_000_000  # parameters of a model that is tiny: others have sizes under names that are not above
+
+
+def parts(always: int) -> list[Any]:
+    """The numbers of the parts. One always runs, the others with --variants: reading a kind of layer takes seconds."""
+    return [pytest.param(part, marks=() if part == always else pytest.mark.variants) for part in range(PARTS)]
 
 
 def tiny_model(config: type, model: type) -> nn.Module:

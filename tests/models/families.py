@@ -61,6 +61,13 @@ def enlarge(model: torch.nn.Module) -> None:
                 p.copy_(torch.randn(p.shape, generator=generator) * 1.2 / p.shape[-1] ** 0.5)
             elif p.dim() == 1:
                 p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+        saved = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in saved and buffer.is_floating_point() and buffer.numel() == 1:  # a factor of Gemma 4's layers
+                buffer.mul_(0.8 + 0.4 * torch.rand(1, generator=generator).item())
+        for module in model.modules():  # Gemma 4 divides no scores: its norm of queries learned to
+            if getattr(module, "scaling", None) == 1.0 and isinstance(getattr(module, "q_norm", None), torch.nn.Module):
+                module.q_norm.weight.mul_(1.5 / module.q_norm.weight.shape[-1] ** 0.5)
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -82,6 +89,9 @@ _CLIP_VISION = dict(
 )
 _CLIP_TEXT = dict(ENCODER, num_hidden_layers=2, eos_token_id=2, bos_token_id=1, projection_dim=32)
 
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.8)
+# Copied, because configs write into it.
+_GROWING = dict(_YARN, factor=32.0, original_max_position_embeddings=4, llama_4_scaling_beta=0.3)
 LLAMA = [
     Family("llama", t.LlamaConfig, t.LlamaForCausalLM, values=GQA),
     Family("llama-bias", t.LlamaConfig, t.LlamaForCausalLM,
@@ -89,6 +99,9 @@ LLAMA = [
     *[Family(f"llama-{kind}", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, rope_parameters=rope))
       for kind, rope in _ROPES.items()],
     Family("mistral", t.MistralConfig, t.MistralForCausalLM, values=dict(GQA, sliding_window=5)),
+    Family("ministral3", t.Ministral3Config, t.Ministral3ForCausalLM, values=dict(GQA, rope_parameters=dict(_GROWING))),
+    Family("ministral3-far", t.Ministral3Config, t.Ministral3ForCausalLM,
+           values=dict(GQA, rope_parameters=dict(_GROWING, original_max_position_embeddings=64))),
     Family("qwen2", t.Qwen2Config, t.Qwen2ForCausalLM, values=GQA),
     Family("qwen2-window", t.Qwen2Config, t.Qwen2ForCausalLM,
            values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)),
@@ -169,6 +182,41 @@ DEEPSEEK_OCR2_TEXT = dict(
     routed_scaling_factor=1.5,
     mlp_layer_types=["dense", "sparse", "sparse"],
 )
+_LATENT = dict(
+    SMALL, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, q_lora_rank=16, kv_lora_rank=24,
+    qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12,
+)  # fmt: skip
+_LATENT_MOE: dict[str, Any] = dict(
+    _LATENT, moe_intermediate_size=40, n_routed_experts=8, num_local_experts=8, n_shared_experts=1,
+    num_experts_per_tok=3, n_group=4, topk_group=2, first_k_dense_replace=1, routed_scaling_factor=1.5,
+)  # fmt: skip
+_SPARSE_AT_END = dict(mlp_layer_types=["dense", "sparse", "sparse"])
+LATENT_MIXTURES = [
+    Family("deepseek-v3", t.DeepseekV3Config, t.DeepseekV3ForCausalLM, values=_LATENT_MOE),
+    Family(
+        "deepseek-v3-yarn",
+        t.DeepseekV3Config,
+        t.DeepseekV3ForCausalLM,
+        values=dict(_LATENT_MOE, rope_parameters=_YARN, q_lora_rank=None, rope_interleave=False),
+    ),
+    Family(
+        "deepseek-v2",
+        t.DeepseekV2Config,
+        t.DeepseekV2ForCausalLM,
+        values=dict(_LATENT_MOE, topk_method="group_limited_greedy", rope_parameters=_YARN),
+    ),
+    Family(
+        "deepseek-v2-lite",
+        t.DeepseekV2Config,
+        t.DeepseekV2ForCausalLM,
+        values=dict(_LATENT_MOE, q_lora_rank=None, n_group=None, topk_group=None, attention_bias=True),
+    ),
+    Family("glm4-moe-lite", t.Glm4MoeLiteConfig, t.Glm4MoeLiteForCausalLM, values=dict(_LATENT_MOE, **_SPARSE_AT_END)),
+    Family("axk1", t.AXK1Config, t.AXK1ForCausalLM, values=dict(_LATENT_MOE, **_SPARSE_AT_END)),
+    Family(
+        "mistral4", t.Mistral4Config, t.Mistral4ForCausalLM, values=dict(_LATENT_MOE, rope_parameters=dict(_GROWING))
+    ),
+]
 MIXTURES = [
     Family(
         "mixtral",
@@ -370,7 +418,12 @@ MIXTURES = [
     Family("qwen3-omni", t.Qwen3OmniMoeTextConfig, t.Qwen3OmniMoeThinkerTextModel, "encoder", QWEN3_OMNI_TEXT),
     Family("glm4v-moe", t.Glm4vMoeTextConfig, t.Glm4vMoeTextModel, "encoder", GLM4V_TEXT),
     Family("deepseek-ocr2", t.DeepseekOcr2TextConfig, t.DeepseekOcr2TextModel, "encoder", DEEPSEEK_OCR2_TEXT),
+    *LATENT_MIXTURES,
 ]
+LATENT = [
+    Family("youtu", t.YoutuConfig, t.YoutuForCausalLM, values=_LATENT),
+    Family("minicpm3", t.MiniCPM3Config, t.MiniCPM3ForCausalLM, values=_LATENT),
+]  # fmt: skip
 GPT_LINEAGE = [
     Family("gpt2", t.GPT2Config, t.GPT2LMHeadModel, values=GPT),
     Family("gpt2-inverse", t.GPT2Config, t.GPT2LMHeadModel, values=dict(GPT, scale_attn_by_inverse_layer_idx=True)),
@@ -508,7 +561,46 @@ T5_LINEAGE = [
     Family("mt5", t.MT5Config, t.MT5EncoderModel, "encoder", dict(_T5_GATED, d_kv=6)),
     Family("umt5", t.UMT5Config, t.UMT5EncoderModel, "encoder", dict(_T5_GATED, relative_attention_max_distance=16)),
 ]
-FAMILIES = [*LLAMA, *MIXTURES, *GPT_LINEAGE, *BERT_LINEAGE, *T5_LINEAGE]
+_GEMMA4 = dict(
+    GQA,
+    head_dim=16,
+    global_head_dim=24,
+    sliding_window=5,
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+# Layers that lend keys and values, and some that borrow them; inputs for each layer; keys that are values.
+GEMMA4 = [
+    Family("gemma4", t.Gemma4TextConfig, t.Gemma4ForCausalLM,
+           values=dict(_GEMMA4, hidden_size_per_layer_input=16, vocab_size_per_layer_input=96,
+                       use_double_wide_mlp=True)),
+    Family("gemma4-dense", t.Gemma4TextConfig, t.Gemma4ForCausalLM,
+           values=dict(_GEMMA4, hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True,
+                       num_global_key_value_heads=1, num_hidden_layers=2, layer_types=_GEMMA4["layer_types"][:2])),
+    Family("gemma4-unified", t.Gemma4UnifiedTextConfig, t.Gemma4UnifiedForCausalLM, values=_GEMMA4),
+    Family("embedding-gemma2", t.EmbeddingGemma2TextConfig, t.EmbeddingGemma2TextModel, "encoder",
+           dict(GQA, head_dim=16, global_head_dim=24, sliding_window=5, hidden_size_per_layer_input=16,
+                vocab_size_per_layer_input=96, layer_types=["sliding_attention", "full_attention", "full_attention"])),
+]  # fmt: skip
+_DEBERTA = dict(ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"])
+RELATIVE = [
+    Family("mpnet", t.MPNetConfig, t.MPNetForMaskedLM, "encoder", dict(ENCODER, pad_token_id=1)),
+    Family("deberta-v3", t.DebertaV2Config, t.DebertaV2ForMaskedLM, "encoder",
+           dict(_DEBERTA, position_buckets=4, share_att_key=True, norm_rel_ebd="layer_norm", type_vocab_size=0,
+                position_biased_input=False)),
+    Family("deberta-v2", t.DebertaV2Config, t.DebertaV2ForSequenceClassification, "encoder",
+           dict(_DEBERTA, max_relative_positions=7, conv_kernel_size=3)),
+]  # fmt: skip
+# Without a spec, now or before. Layer scale; tables without rows for a prefix; keys without a bias.
+_PICTURES = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80)
+READ_ALONE = [
+    Family("internvl-vision", t.InternVLVisionConfig, t.InternVLVisionModel, "vision",
+           dict(_PICTURES, image_size=[16, 16], patch_size=[8, 8])),
+    Family("dinov3", t.DINOv3ViTConfig, t.DINOv3ViTModel, "vision",
+           dict(_PICTURES, image_size=16, patch_size=8, num_register_tokens=2)),
+]  # fmt: skip
+FAMILIES = [*LLAMA, *MIXTURES, *LATENT, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -13,10 +13,9 @@ from transformers import Cache, PreTrainedConfig
 from transformers.utils import ModelOutput
 
 import infuse
-from tests.models.every_architecture import TOKENS, architectures, inputs_of, tiny_model, with_pictures
+from tests.models.every_architecture import PARTS, TOKENS, architectures, inputs_of, parts, tiny_model, with_pictures
 from tests.models.families import enlarge
 
-PARTS = 4  # of the architectures, for processes to share
 # Of a result's norm: an error of rounding in each layer, through two layers.
 ALLOWED = 2e-4
 PADDING = 5  # tokens
@@ -234,7 +233,7 @@ def made(config: type, model_class: type) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", parts(always=0))
 def test_every_architecture_is_as_the_original(part: int) -> None:
     """Each in float32, with texts longer than its windows, budgets and blocks."""
     found = architectures()

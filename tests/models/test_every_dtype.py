@@ -10,10 +10,9 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
-from tests.models.every_architecture import architectures, first_output, tiny_model
+from tests.models.every_architecture import PARTS, architectures, first_output, parts, tiny_model
 from tests.models.families import BY_NAME
 
-PARTS = 4  # of the architectures, for processes to share
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # How far a model may be from itself in float32 where its own rounding is less: 8 and 11 bits, over two layers.
 FLOOR = {"bf16": 2e-2, "fp16": 4e-3}
@@ -60,7 +59,7 @@ def test_models_whose_positions_are_a_buffer(name: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", parts(always=1))
 def test_every_architecture_runs_in_16_bits(part: int) -> None:
     """Those of transformers that can be made tiny by the names of their numbers, each in one of the two dtypes."""
     found, faults = architectures(), []

@@ -28,7 +28,7 @@ from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from infuse.plan.step import Step
 from infuse.proof.routes import Route, fed, recorded
-from tests.models.families import BY_NAME, DECODERS, FAMILIES, MIXTURES, inputs
+from tests.models.families import BY_NAME, DECODERS, FAMILIES, LATENT, LATENT_MIXTURES, MIXTURES, inputs
 from tests.support.graphed import graphed
 from tests.support.one_calls import calls_noted, part_by_part
 from tests.support.side_by_side import injected, original, pair
@@ -60,13 +60,17 @@ GENERATED = [
     for turn, way in enumerate(("one call", "block by block", "graphs"))
 ]
 # Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
-# gates of attention's heads.
-IN_PARTS = ("stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels")
+# gates of attention's heads, queries that grow with positions, norms of values, keys and values of another layer; and
+# latent attention, which is no step of programs in C++.
+IN_PARTS = (
+    "stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels", "ministral3", "gemma4", "gemma4-dense",
+    "gemma4-unified", *(family.name for family in (*LATENT_MIXTURES, *LATENT)),
+)  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation.
 MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe")
-# Frequencies that are read at each step; beams over a cache of another kind; experts without Triton's bodies, whose
-# tokens the host finds (with them: ops/triton/steps.py).
-NOT_CAPTURED = ("llama-dynamic", "mpt", *(family.name for family in MIXTURES))
+# Frequencies that are read at each step; positions that the host looks at on CPUs; beams over a cache of another kind;
+# experts without Triton's bodies, whose tokens the host finds (with them: ops/triton/steps.py).
+NOT_CAPTURED = ("llama-dynamic", "ministral3", "ministral3-far", "mpt", *(family.name for family in MIXTURES))
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)
 

@@ -26,7 +26,7 @@ from infuse.architectures.experts import experts_in
 from infuse.layers.experts import Experts
 from tests.models.every_architecture import architectures
 from tests.models.experts import classes
-from tests.models.families import BY_NAME, GQA, MIXTURES, Family, inputs
+from tests.models.families import BY_NAME, GQA, LATENT_MIXTURES, MIXTURES, Family, inputs
 from tests.models.mixtures import CONVERTED, NOT_ROUTED, SEEING
 from tests.support.ranks import Ranks, same
 
@@ -256,7 +256,8 @@ def test_static_caches(name: str) -> None:
     assert torch.equal(tokens(engine, given, **how), tokens(original(name), given, **how))
 
 
-@pytest.mark.parametrize("name", BLOCKS[1::4])
+# The originals fail, too, if they keep latents: the cache of continuous batching has heads of one width.
+@pytest.mark.parametrize("name", [name for name in BLOCKS[1::4] if BY_NAME[name] not in LATENT_MIXTURES])
 def test_continuous_batches(name: str) -> None:
     requests = [[5, 6, 7, 8], [20], [5, 6, 7, 8, 9]]
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32", verify="off")
@@ -276,6 +277,7 @@ WAYS = {"width": (2, 2, 1), "experts": (2, 1, 2), "width of 3": (3, 3, 1), "expe
 OVER_RANKS = (
     ("glm4-moe", "experts of 3"), ("granite-moe-shared", "both"), ("afmoe", "experts"), ("ernie4_5-moe", "width of 3"),
     ("phimoe", "both"), ("laguna", "both"), ("qwen4_exp", "both"), ("deepseek_v3", "width"), ("nemotron_h", "experts"),
+    ("deepseek-v2", "both"), ("mistral4", "width of 3"), ("minicpm3", "width"),
 )  # fmt: skip
 
 

@@ -36,10 +36,12 @@ CUTS = (
     "cohere-qk", "nemotron", "phi-qk", "gpt2", "bigcode", "bigcode-heads", "gpt-neo", "gptj", "codegen", "gpt-neox",
     "opt", "opt-350m", "bloom", "falcon-7b", "falcon-40b", "falcon-rw", "mpt", "bert", "distilbert", "albert",
     "modernbert", "clip", "vit", "mixtral", "qwen2-moe", "glm4-moe", "minimax-m2",
-    "afmoe", "laguna", "cohere2-moe",
+    "afmoe", "laguna", "cohere2-moe", "internvl-vision", "dinov3", "gemma4", "gemma4-dense",
+    "mpnet", "deberta-v3", "deberta-v2",
 )  # fmt: skip
 WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
 OTHER_WAYS = [(name, *WAYS[i % 3]) for i, name in enumerate(("gemma2", "gpt2", "bloom", "falcon-7b", "bert", "clip"))]
+OTHER_WAYS += [("deberta-v3", 2, SHARED_MEMORY), ("gemma4", 2, SHARED_MEMORY)]
 OTHER_WAYS += [(name, *way) for name in ("llama", "falcon-40b") for way in WAYS]
 
 

@@ -16,9 +16,9 @@ from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_n
 import infuse
 from infuse.apply import build
 from infuse.apply.build import Builder
-from infuse.architectures import specs_for
 from infuse.plan.bytes import parameter_bytes
 from tests.models.families import BY_NAME, inputs
+from tests.support.formerly_written import specs_for
 
 FAMILIES = [
     "llama", "mistral", "qwen3", "phi3", "gemma2", "granite", "olmo2", "stablelm", "cohere", "nemotron", "gpt2",

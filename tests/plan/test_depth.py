@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import infuse
 from infuse import native
-from infuse.architectures import specs_for
 from infuse.architectures.attention import Rotary
 from infuse.errors import ProofError
 from infuse.layers import hook
@@ -27,9 +26,11 @@ from infuse.ops import Body, registered
 from infuse.plan.kinds import ATTENTION, BLOCK, LINEAR
 from infuse.plan.plan import Plan
 from tests.models.families import BY_NAME, inputs
+from tests.support.formerly_written import specs_for
 from tests.support.plans import PLAIN, UNKNOWN, applied, outputs, plan_of
 from tests.support.tolerance import assert_near
 
+pytestmark = pytest.mark.usefixtures("unread")  # a spec that is broken would be replaced by a reading
 PLAN = importlib.import_module("infuse.plan.decide")  # `infuse.plan` as an attribute is the function
 LAYERS = {f"model.layers.{i}" for i in range(3)}
 ROUNDING = 1e-5  # of the largest value: float32, other orders of summation in some ten linears

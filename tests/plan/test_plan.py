@@ -188,6 +188,7 @@ def test_memory_is_known_before(name: str, keys: dict[str, Any], tied: bool) -> 
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.usefixtures("unread")
 def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str, no_kernels: None) -> None:
     model = UNKNOWN[name]()
     wanted = outputs(model)
@@ -202,6 +203,7 @@ def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str, n
 
 
 @pytest.mark.parametrize("name", ["long-t5", "bart", "olmo", "sequential"])
+@pytest.mark.usefixtures("unread")
 def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     model = UNKNOWN[name](hidden_size=64) if name == "olmo" else UNKNOWN[name]()
     wanted, before = outputs(model), resident_bytes(model)

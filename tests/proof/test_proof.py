@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from infuse import native
 from infuse.activations import Act
 from infuse.apply.apply import apply
-from infuse.architectures import specs_for
 from infuse.architectures.attention import NoPosition, Packed, Rotary, Separate
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.mlp import GatedMLP
@@ -32,6 +31,7 @@ from infuse.ops import Body, registered
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
 from tests.models.families import BY_NAME, inputs
+from tests.support.formerly_written import specs_for
 from tests.support.tolerance import assert_near
 
 
@@ -137,6 +137,7 @@ def break_specs(monkeypatch: pytest.MonkeyPatch, change: Callable[[LayerSpec], L
 
 
 @pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.usefixtures("unread")
 def test_a_broken_spec_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, change = BROKEN[what]
     model = BY_NAME[name].make()
@@ -167,6 +168,7 @@ def test_a_spec_that_overlooks_what_some_layers_do_is_refused_for_those(monkeypa
     assert_near(outputs(name, model), wanted, torch.float32)
 
 
+@pytest.mark.usefixtures("unread")
 def test_what_a_spec_does_not_claim_is_told_before_any_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     break_specs(monkeypatch, broken(attn=dict(q_norm=None)))
     model = BY_NAME["qwen3"].make()

@@ -69,7 +69,7 @@ OLMO = seeded(t.OlmoForCausalLM, t.OlmoConfig(**{**families.GQA, "num_hidden_lay
 UNKNOWN: dict[str, Callable[..., nn.Module]] = {
     "long-t5": LONG_T5,
     "bart": seeded(t.BartForConditionalGeneration, t.BartConfig(d_model=64, vocab_size=96, **_BART)),
-    "deberta": seeded(t.DebertaV2Model, t.DebertaV2Config(**_DEBERTA)),
+    "deberta": seeded(t.DebertaModel, t.DebertaConfig(**_DEBERTA)),
     "olmo": OLMO,
     "sequential": seeded(lambda width: nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 5)), 64),
     "pytorch-encoder": seeded(Stack, 64),

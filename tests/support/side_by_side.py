@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,7 +25,7 @@ def original(name: str) -> nn.Module:
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     """An engine in float32 in which every layer of the model is a block."""
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"}
+    assert {step.depth for step in engine.plan.steps if re.search(r"(layers?|h)\.\d", step.path)} <= {"block"}
     assert engine.plan.steps
     return engine
 

@@ -76,6 +76,24 @@ def test_a_plain_target(label: str, part_values: int) -> None:
     assert torch.equal(found, expected(label, sources).bfloat16())
 
 
+@pytest.mark.parametrize("absent", [(0,), (1,), (2,), (0, 1), (1, 2)])
+def test_biases_without_a_source_are_zeros(absent: tuple[int, ...]) -> None:
+    heads, sources = Heads(3, 2, 4), nn.Module()
+    sizes = dict(zip("qkv", heads.of_parts, strict=True))
+    for name, size in sizes.items():
+        sources.register_buffer(name, torch.randn(size))
+    names = tuple(name for part, name in enumerate(sizes) if part not in absent)
+    whole = torch.cat([sources.get_buffer(name) if name in names else torch.zeros(sizes[name]) for name in sizes])
+    fill = Fill("linear.bias", names, heads=heads, absent=absent)
+    assert torch.equal(filling.filled(fill, live(sources), None), whole)
+    ranges = ((4, 12), (12, 16), (20, 24))
+    cut = replace(fill, cut=Cut(0, ranges, heads.of_parts))
+    found = filling.filled(cut, live(sources), torch.bfloat16)
+    assert torch.equal(found, torch.cat([whole[begin:end] for begin, end in ranges]).bfloat16())
+    undone = filling.source_tensors(fill, whole, {name: (sizes[name],) for name in names})
+    assert undone.keys() == {*names} and all(torch.equal(undone[name], sources.get_buffer(name)) for name in names)
+
+
 @pytest.mark.parametrize("format", ["int8:16", "int4:8:asymmetric", "fp8:32", "fp6:row"])
 @pytest.mark.parametrize("label", FILLS)
 def test_a_quantized_target(label: str, format: str, part_values: int) -> None:

@@ -15,7 +15,11 @@ from tests.support.levels import LEVELS, at_level
 
 HERE = Path(__file__).parent
 FILES = ("experts", "linear", "quantize", "shared", "short_activations")  # programs of their own
-CASES = (str(HERE / "test_attention.py"), f"{HERE.parent / 'test_ops.py'}::test_body_is_the_reference")
+CASES = (
+    str(HERE / "test_attention.py"),
+    str(HERE / "test_latent_attention.py"),
+    f"{HERE.parent / 'test_ops.py'}::test_body_is_the_reference",
+)
 
 
 @pytest.mark.slow

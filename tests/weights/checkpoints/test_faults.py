@@ -18,7 +18,6 @@ from torch import nn
 
 import infuse
 from infuse import native
-from infuse.architectures import specs_for
 from infuse.architectures.attention import NoPosition, Rotary
 from infuse.layers.block import Block
 from infuse.weights.lazy import FileTensor
@@ -36,7 +35,9 @@ from tests.support.checkpoints import (
     truncate,
     wanted,
 )
+from tests.support.formerly_written import specs_for
 
+pytestmark = pytest.mark.usefixtures("unread")  # a spec that is broken would be replaced by a reading
 PLAN = importlib.import_module("infuse.plan.decide")
 
 

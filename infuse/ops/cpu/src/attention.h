@@ -19,6 +19,9 @@ inline int64_t padded_width(const AttentionArgs& a) {
   return (a.width + kQuadColumns - 1) / kQuadColumns * kQuadColumns;
 }
 inline int64_t blocks_per_head(const AttentionArgs& a) { return (a.length - a.first_key + kKeyBlock - 1) / kKeyBlock; }
+inline int64_t padded_more_width(const AttentionArgs& a) {
+  return (a.more_width + kQuadColumns - 1) / kQuadColumns * kQuadColumns;
+}
 inline int64_t attention_blocks(const AttentionArgs& a) { return a.batch * a.kv_heads * blocks_per_head(a); }
 inline int64_t part_begin(const AttentionArgs& a, int64_t part) { return attention_blocks(a) * part / a.parts; }
 
@@ -34,18 +37,23 @@ constexpr int64_t kQueryFloats = 2;  // for a column of a query: kQueryBytes
 
 // The scratch of one part: queries, scores, and the partial results of its first and its last head.
 struct Scratch {
-  int64_t rows, width;
+  int64_t rows, width, more_width;
   float* start;
   Scratch(const AttentionArgs& a, int64_t part) : rows(padded_rows(a)), width(padded_width(a)),
-                                                 start(a.scratch + part * floats(a)) {}
+                                                 more_width(padded_more_width(a)), start(a.scratch + part * floats(a)) {}
   static int64_t line(int64_t n) { return (n + 15) / 16 * 16; }  // of 64 bytes
   static int64_t partial_floats(int64_t rows, int64_t width) { return rows * width + 3 * line(rows); }
+  static int64_t more_floats(int64_t rows, int64_t more_width) {
+    return more_width ? rows * more_width + line(rows * kScoreStep) : 0;
+  }
   static int64_t floats(const AttentionArgs& a) {
     const int64_t rows = padded_rows(a), width = padded_width(a);
-    return kQueryFloats * rows * width + line(rows * kScoreStep) + 4 * line(rows) + width +
-           2 * partial_floats(rows, width);
+    return more_floats(rows, padded_more_width(a)) + kQueryFloats * rows * width + line(rows * kScoreStep) +
+           4 * line(rows) + width + 2 * partial_floats(rows, width);
   }
-  float* queries() const { return start; }
+  float* more_queries() const { return start; }
+  float* more_scores() const { return start + rows * more_width; }
+  float* queries() const { return start + more_floats(rows, more_width); }
   float* scores() const { return queries() + kQueryFloats * rows * width; }
   float* keep() const { return scores() + line(rows * kScoreStep); }
   float* query_unit() const { return keep() + line(rows); }         // value of 1 in the queries of each row,
@@ -203,10 +211,19 @@ struct Head {
   Head(const AttentionArgs& a, int64_t index) : b(index / a.kv_heads), n(index % a.kv_heads) {}
 };
 
+template <class T, class Query>
+void load_query(const T* q, int64_t width, Query* to) {
+  if constexpr (std::is_same_v<Query, T>) {
+    std::memcpy(to, q, size_t(width) * sizeof(T));
+  } else {
+    for (int64_t c = 0; c < width; ++c) to[c] = widen(q[c]);
+  }
+}
 template <class T, class S>
 void load_queries(const AttentionArgs& a, const Head& head, const Scratch& scratch) {
   const int64_t group = group_of(a), rows = rows_of(a), width = scratch.width;
   std::memset(scratch.queries(), 0, size_t(kQueryFloats * scratch.rows * width) * sizeof(float));
+  std::memset(scratch.more_queries(), 0, size_t(scratch.rows * scratch.more_width) * sizeof(float));
   for (int64_t r = 0; r < rows; ++r) {
     const T* q = static_cast<const T*>(a.q) + head.b * a.q_b + (head.n * group + r % group) * a.q_n + r / group * a.q_t;
     if constexpr (std::is_same_v<S, quad8>) {
@@ -217,12 +234,8 @@ void load_queries(const AttentionArgs& a, const Head& head, const Scratch& scrat
       scratch.query_unit()[r] *= a.scale;
     } else {
       using Query = typename Products<S>::Query;
-      Query* to = reinterpret_cast<Query*>(scratch.queries()) + r * width;
-      if constexpr (std::is_same_v<Query, T>) {
-        std::memcpy(to, q, size_t(a.width) * sizeof(T));
-      } else {
-        for (int64_t c = 0; c < a.width; ++c) to[c] = widen(q[c]);
-      }
+      load_query(q, a.width, reinterpret_cast<Query*>(scratch.queries()) + r * width);
+      load_query(q + a.width, a.more_width, reinterpret_cast<Query*>(scratch.more_queries()) + r * scratch.more_width);
     }
   }
 }
@@ -258,6 +271,21 @@ void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int 
       score_keys<S, ROWS>(k, a.k_t, count, a.width, q, scratch.width, scores, ahead);
     }
     ahead.stop();
+  }
+}
+// Adds the products of further columns to the scores.
+template <class S, int ROWS>
+void add_more_scores(const AttentionArgs& a, const Scratch& scratch, const S* k, int count) {
+  for (int64_t r = 0; r < scratch.rows; r += ROWS) {
+    float* more = scratch.more_scores() + r * kScoreStep;
+    const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.more_queries()) + r * scratch.more_width;
+    score_keys<S, ROWS>(k, a.more_t, count, a.more_width, q, scratch.more_width, more, RowsAhead{});
+    float* scores = scratch.scores() + r * kScoreStep;
+    for (int row = 0; row < ROWS; ++row, scores += kScoreStep, more += kScoreStep) {
+      for (int i = 0; i < count; i += Vec::width) {
+        store(scores + i, load(scores + i, Vec::width) + load(more + i, Vec::width), Vec::width);
+      }
+    }
   }
 }
 template <class S, int ROWS>
@@ -303,13 +331,21 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
   const int64_t left = a.length - key - count;
   // of rows of bytes the next keys and then the next values; else these values and then the next keys
   const Ahead<S> next_keys = ahead_of(a, k + count * a.k_t, a.k_t, left);
-  Ahead<S> during_scores = in_quads ? next_keys : ahead_of(a, v, a.v_t, count);
+  Ahead<S> during_scores = in_quads ? next_keys : ahead_of(a, v, a.v_t, a.v == a.k ? 0 : count);
   Ahead<S> during_sums = in_quads ? ahead_of(a, v + count * a.v_t, a.v_t, left) : next_keys;
   if constexpr (in_quads) during_scores.fetch(during_scores.left / 8);
   scales_of(k, a.k_t, scales.keys);
   scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, scales.keys, during_scores)
                     : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, scales.keys, during_scores)
                     : score_rows<S, kRows>(a, scratch, k, count, scales.keys, during_scores);
+  if constexpr (std::is_same_v<S, T>) {
+    if (a.more_width) {
+      const S* more = static_cast<const S*>(a.more_k) + head.b * a.more_b + key * a.more_t;
+      scratch.rows == 1 ? add_more_scores<S, 1>(a, scratch, more, count)
+                        : scratch.rows == 2 ? add_more_scores<S, 2>(a, scratch, more, count)
+                        : add_more_scores<S, kRows>(a, scratch, more, count);
+    }
+  }
   if constexpr (in_quads) during_sums.fetch(during_sums.left / 8);
   scales_of(v, a.v_t, scales.values);
   if constexpr (in_quads) scales.poison = poison_of(scales);

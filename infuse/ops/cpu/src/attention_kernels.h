@@ -1,4 +1,4 @@
-// Arguments and table of rotary + append (rotary.h), attention over a cache (attention.h) and activations
+// Arguments and table of rotary + append (rotary.h), attention over a cache (attention.h, latent.h) and activations
 // (activation.h). Strides are in elements and named tensor_axis: b batch, n head, t token or key. The last axis is
 // contiguous.
 #pragma once
@@ -51,6 +51,7 @@ struct Scored {
 // The work is cut into blocks of keys, numbered over (batch, key head, block). A part is a range of blocks, so that all
 // parts have the same work for any shape. If a part begins or ends inside a head, its result there is partial and
 // `combine` sums the parts. With `of_int8`, keys and values are rows of int8_rows.h, and their strides are in bytes.
+// Few queries may have `more_width` further columns, after their `width`, that are multiplied with further keys `more_k`.
 struct AttentionArgs {
   const void* q;
   const void* k;
@@ -67,6 +68,23 @@ struct AttentionArgs {
   Type type;
   int64_t parts;
   float* scratch;  // parts * attention_scratch floats, aligned to 64 bytes
+  const void* more_k;  // [B, L, more width], shared by all heads
+  int64_t more_b, more_t, more_width;
+};
+
+// What comes before and after attention over latents. `expand` [H (plain + value), rank] has rows of keys and then rows of
+// values for each head. Queries [B, H, T, rank + turned] are made of q and turned; out [B, T, H, value] of sums
+// [B, T, H, rank]. All are contiguous but q and turned.
+struct LatentArgs {
+  const void* q;
+  const void* turned;
+  const void* expand;
+  const void* sums;
+  void* queries;
+  void* out;
+  int64_t q_b, q_t, q_n, turned_b, turned_t, turned_n;
+  int64_t batch, tokens, heads, plain, turned_width, rank, value;
+  Type type;
 };
 
 struct AttentionKernels {
@@ -76,6 +94,8 @@ struct AttentionKernels {
   void (*combine)(const AttentionArgs&);                                  // after all parts
   int64_t (*attention_blocks)(const AttentionArgs&);                      // in total
   int64_t (*attention_scratch)(const AttentionArgs&);                     // floats for each part
+  void (*absorb)(const LatentArgs&, int64_t begin, int64_t end);          // heads: makes queries
+  void (*expand)(const LatentArgs&, int64_t begin, int64_t end);          // heads: makes out
   // One tile of many queries, in scratch of `tile_bytes`.
   void (*tile)(const AttentionArgs&, int64_t index, void* scratch);
   int64_t (*tiles)(const AttentionArgs&);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "amx.h"
-#include "attention.h"
+#include "latent.h"
 #include "elements.h"
 
 namespace infuse {
@@ -528,8 +528,8 @@ inline AttentionKernels attention_kernels() {
 #else
   constexpr bool in_pairs = false;
 #endif
-  return {rotary, activate, attend, combine, attention_blocks, Scratch::floats, attend_tile, attention_tiles,
-          tile_bytes, in_pairs};
+  return {rotary, activate, attend, combine, attention_blocks, Scratch::floats, absorb, expand, attend_tile,
+          attention_tiles, tile_bytes, in_pairs};
 }
 
 }  // namespace INFUSE_ISA

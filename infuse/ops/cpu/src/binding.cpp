@@ -21,6 +21,7 @@ void run_norm(NormArgs& a, const NormRule& rule, const Array& x, const Array& y)
   a.weight = rule.weight ? rule.weight->const_data_ptr() : nullptr;
   a.bias = rule.bias ? rule.bias->const_data_ptr() : nullptr;
   a.eps = float(rule.eps), a.offset = float(rule.offset), a.centred = rule.centred;
+  a.scales = rule.scales;
   a.type = type_of(x);
   const auto run = kernels().norm;
   over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) { run(a, begin, end); });

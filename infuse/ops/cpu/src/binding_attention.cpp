@@ -208,7 +208,7 @@ bool tiles_take(Type type, int64_t width, int64_t heads, int64_t kv_heads) {
 
 namespace {
 
-bool by_tiles(const AttentionArgs& a) { return a.tokens > kFewTokens; }
+bool by_tiles(const AttentionArgs& a) { return a.tokens > kFewTokens && !a.more_width; }
 
 bool set_attended(AttentionArgs& a, const Array& q, const Array& k, const Array& v) {
   const std::optional<Type> type = known_type(q);
@@ -324,12 +324,78 @@ std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tens
 
 }  // namespace
 
+namespace {
+
+// Sets the strides of q or turned [B, T, H, D].
+bool set_rows(const Array& t, const Array& q, int64_t& b, int64_t& time, int64_t& n) {
+  if (t.dim() != 4 || t.scalar_type() != q.scalar_type() || !rows_contiguous(t)) return false;
+  for (int64_t axis = 0; axis < 3; ++axis) {
+    if (t.size(axis) != q.size(axis)) return false;
+  }
+  b = t.stride(0), time = t.stride(1), n = t.stride(2);
+  return true;
+}
+
+bool set_latent(LatentArgs& a, const Array& q, const Array& turned, const Array& expand) {
+  const std::optional<Type> type = known_type(q);
+  if (!type || q.dim() != 4 || expand.dim() != 2 || expand.scalar_type() != q.scalar_type()) return false;
+  if (!set_rows(q, q, a.q_b, a.q_t, a.q_n)) return false;
+  if (!set_rows(turned, q, a.turned_b, a.turned_t, a.turned_n) || !expand.is_contiguous()) return false;
+  a.type = *type;
+  a.batch = q.size(0), a.tokens = q.size(1), a.heads = q.size(2), a.plain = q.size(3);
+  a.turned_width = turned.size(3), a.rank = expand.size(1);
+  if (a.batch * a.tokens * a.heads * a.plain * a.turned_width == 0 || expand.size(0) % a.heads) return false;
+  a.value = expand.size(0) / a.heads - a.plain;
+  a.q = q.const_data_ptr(), a.turned = turned.const_data_ptr(), a.expand = expand.const_data_ptr();
+  return a.value > 0 && a.heads * a.tokens <= kMaxRows && a.rank <= kMaxWidth && a.rank > 0;
+}
+
+// Sets latents as keys and values of one head for all queries, and the rotated keys as further keys.
+bool set_latents(AttentionArgs& a, const LatentArgs& of, const Array& latents, const Array& keys) {
+  if (known_type(latents) != of.type || known_type(keys) != of.type) return false;
+  if (latents.dim() != 3 || keys.dim() != 3 || !rows_contiguous(latents) || !rows_contiguous(keys)) return false;
+  if (latents.size(0) != of.batch || keys.size(0) != of.batch || latents.size(1) != keys.size(1)) return false;
+  if (latents.size(2) != of.rank || keys.size(2) != of.turned_width || latents.size(1) == 0) return false;
+  a.type = of.type;
+  a.batch = of.batch, a.heads = of.heads, a.kv_heads = 1, a.tokens = of.tokens;
+  a.length = latents.size(1), a.width = of.rank, a.more_width = of.turned_width;
+  a.q_t = a.width + a.more_width, a.q_n = a.tokens * a.q_t, a.q_b = a.heads * a.q_n;
+  a.k = a.v = latents.const_data_ptr(), a.more_k = keys.const_data_ptr();
+  a.k_b = a.v_b = latents.stride(0), a.k_t = a.v_t = latents.stride(1);
+  a.more_b = keys.stride(0), a.more_t = keys.stride(1);
+  return true;
+}
+
+std::optional<Tensor> latent_attention(Tensor q, Tensor turned, Tensor latents, Tensor keys, Tensor expand,
+                                       std::optional<Tensor> mask, double scale, bool causal) {
+  LatentArgs of{};
+  AttentionArgs a{};
+  if (!set_latent(of, q, turned, expand) || !set_latents(a, of, latents, keys)) return std::nullopt;
+  if (!set_scored(a.mask, mask, a, true)) return std::nullopt;
+  a.scale = float(scale), a.causal = causal;
+  Tensor queries = empty({of.batch, of.heads, of.tokens, of.rank + of.turned_width}, q);
+  Tensor sums = empty({of.batch, of.tokens, of.heads, of.rank}, q);
+  Tensor out = empty({of.batch, of.tokens, of.heads, of.value}, q);
+  of.queries = queries.mutable_data_ptr(), of.out = out.mutable_data_ptr();
+  a.q = of.queries, a.out = sums.mutable_data_ptr(), of.sums = a.out;
+  const auto& run = kernels().attention;
+  const int64_t grain = kGrainBytes / (of.rank * std::max(of.plain, of.value)) + 1;
+  parallel_for(0, of.heads, grain, [&](int64_t begin, int64_t end) { run.absorb(of, begin, end); });
+  run_attention(a);
+  parallel_for(0, of.heads, grain, [&](int64_t begin, int64_t end) { run.expand(of, begin, end); });
+  return out;
+}
+
+}  // namespace
+
 INFUSE_OPERATORS(CPU,
     {"rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?", TORCH_BOX(&rotary)},
     {"rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int "
      "heads, bool interleaved) -> Tensor?", TORCH_BOX(&rotary_append_op)},
     {"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, "
      "float softcap, Tensor? sinks=None) -> Tensor?", TORCH_BOX(&attention)},
+    {"latent_attention(Tensor q, Tensor turned, Tensor latents, Tensor keys, Tensor expand, Tensor? mask, float scale, "
+     "bool causal) -> Tensor?", TORCH_BOX(&latent_attention)},
     {"activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&activation_op)},
     {"gated_activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&gated_activation_op)})
 

@@ -122,6 +122,7 @@ struct EncoderMachine {
     a.weight = data_of(part.weight), a.bias = data_of(part.bias);
     a.rows = rows, a.columns = columns, a.type = kTypeOf<T>;
     a.eps = float(part.eps), a.offset = float(part.offset), a.centred = part.centred();
+    a.scales = part.scales();
     over_rows(rows, columns, [&](int64_t begin, int64_t end) { kernels().norm(a, begin, end); });
     return to;
   }

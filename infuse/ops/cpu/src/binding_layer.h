@@ -14,11 +14,12 @@
 
 namespace infuse {
 
-enum class NormKind { rms, layer, rounded_rms };  // rounded: as in binding_ops.h
+enum class NormKind { rms, layer, rounded_rms, scale };  // rounded: as in binding_ops.h; scale: x * weight
 template <>
 struct Words<NormKind> {
   static constexpr std::pair<std::string_view, NormKind> all[] = {
-      {"rms", NormKind::rms}, {"layer", NormKind::layer}, {"rounded_rms", NormKind::rounded_rms}};
+      {"rms", NormKind::rms}, {"layer", NormKind::layer}, {"rounded_rms", NormKind::rounded_rms},
+      {"scale", NormKind::scale}};
 };
 struct NormPart {
   static constexpr std::string_view kKind = "norm";
@@ -28,7 +29,8 @@ struct NormPart {
   INFUSE_FIELDS(kind, weight, bias, eps, offset)
 
   bool centred() const { return kind == NormKind::layer; }
-  NormRule rule() const { return {weight, bias, eps, offset, centred()}; }
+  bool scales() const { return kind == NormKind::scale; }
+  NormRule rule() const { return {weight, bias, eps, offset, centred(), scales()}; }
 };
 struct LinearPart {
   static constexpr std::string_view kKind = "linear";

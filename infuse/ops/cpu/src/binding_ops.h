@@ -14,7 +14,7 @@ namespace infuse {
 struct NormRule {
   const Maybe &weight, &bias;
   double eps, offset;
-  bool centred;
+  bool centred, scales = false;
 };
 void norm(const NormRule& rule, const Array& x, const Array& y);
 void add_norm(const NormRule& rule, const Array& x, const Array& residual, const Array& sum, const Array& y);

@@ -23,6 +23,7 @@ struct NormArgs {
   int64_t rows, columns;
   float eps, offset;
   bool centred;  // LayerNorm subtracts the mean, RMSNorm does not
+  bool scales;   // multiplies by the weight alone, and measures nothing
   Type type;
 };
 

@@ -1,4 +1,5 @@
-// RMSNorm and LayerNorm over rows, with the preceding residual addition: one pass to add and measure, one to write.
+// RMSNorm and LayerNorm over rows, with the preceding residual addition: one pass to add and measure, one to write. Rows
+// that are scaled alone are not measured.
 #pragma once
 
 #include "kernels.h"
@@ -42,7 +43,7 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
       over_columns(C, [&](int64_t c, int n, int chain) { total[chain] = total[chain] + load(x + c, n); });
       mean = sum_of(total) / float(C);
     }
-    over_columns(C, [&](int64_t c, int n, int chain) {
+    if (!a.scales) over_columns(C, [&](int64_t c, int n, int chain) {
       Vec d = load(x + c, n);
       if (a.centred) {
         d = d - Vec(mean);
@@ -54,7 +55,8 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
       }
       squares[chain] = fma(d, d, squares[chain]);
     });
-    const Vec scale(1.0f / std::sqrt(sum_of(squares) / float(C) + a.eps)), shift(a.centred ? mean : 0.0f),
+    const float deviation = a.scales ? 1.0f : std::sqrt(sum_of(squares) / float(C) + a.eps);
+    const Vec scale(1.0f / deviation), shift(a.centred ? mean : 0.0f),
         offset(a.offset);
     T* y = static_cast<T*>(a.y) + row * C;
     over_columns(C, [&](int64_t c, int n, int chain) {

@@ -1,0 +1,49 @@
+"""What Gemma 4's layers have beside attention and MLP: an input of their own for each token, and a scalar.
+
+Suffixes: B batch, T tokens, C channels, P width of a layer's own input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.architectures.gemma4 import PER_LAYER, LayerScalarShape, PerLayerInputShape
+from infuse.layers.build_context import BuildContext
+from infuse.layers.gradient import InferenceModule
+from infuse.layers.inputs import Inputs
+from infuse.layers.linear import direct
+from infuse.layers.position import missing
+
+
+class PerLayerInput(InferenceModule):
+    """Compute projection(act(gate(x)) * what the model passes for this layer)."""
+
+    def __init__(self, shape: PerLayerInputShape, context: BuildContext):
+        super().__init__()
+        gate, projection = shape.matrices
+        self.gate, self.projection = context.linear(gate), context.linear(projection)
+        self._act = ops.activation.bound(context.bodies.get("activation", ops.REFERENCE))
+        self._activation = shape.activation
+
+    def forward(self, x_BTC: Tensor, inputs: Inputs, of_layer_BTP: Tensor | None) -> tuple[Tensor, None]:
+        """Return the branch [B, T, C], and no attention weights."""
+        if of_layer_BTP is None:
+            raise missing(PER_LAYER)
+        parts: dict[str, Any] = self._modules
+        gated = self._act(direct(parts["gate"], x_BTC), self._activation)
+        return direct(parts["projection"], gated * of_layer_BTP), None
+
+
+class LayerScalar(InferenceModule):
+    """Compute x times one number."""
+
+    def __init__(self, shape: LayerScalarShape, context: BuildContext):
+        super().__init__()
+        self.scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return (x_BTC * self.scalar).to(x_BTC.dtype)

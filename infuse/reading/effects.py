@@ -1,0 +1,157 @@
+"""What a layer's code reads or changes outside of its modules and arguments, which no graph shows."""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Iterator
+from operator import is_
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from infuse.authors import package_of, with_wrapped
+
+INDEX_NAMES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index
+_MODULES = frozenset({"random", "time", "os", "datetime", "secrets", "uuid", "numpy.random", "threading"})
+# Questions about how a call is made, to which the trace of a layer has other answers than later calls, and settings.
+_ASKS = frozenset({
+    "is_grad_enabled", "is_inference_mode_enabled", "is_inference", "is_compiling", "is_exporting",
+    "is_dynamo_compiling", "is_tracing", "is_scripting", "initial_seed", "manual_seed", "perf_counter",
+})  # fmt: skip
+_CALLS = frozenset({"print", "input", "open", "type", "id", "setattr", "globals", "vars"})
+_CALLED_BY = ("__call__", "_call_impl", "__getattr__", "__getattribute__")  # what runs around every forward
+_AROUND = re.compile(r"torch\.|transformers\.(?!models\.)")  # modules of code around all layers
+
+
+def outside_reads(layer: nn.Module) -> Iterator[str]:
+    """What the forwards of the layer's modules, and the functions that they call in their files, read or change."""
+    for cls in dict.fromkeys(type(module) for module in layer.modules()):
+        for kind in cls.__mro__:
+            if kind not in (nn.Module, object) and not _AROUND.match(kind.__module__):
+                yield from (f"{kind.__name__} has its own `{name}`" for name in _CALLED_BY if name in vars(kind))
+    for function in _reached(layer):
+        yield from _found(function, function.__code__)
+
+
+def reads_index(layer: nn.Module) -> bool:
+    """Whether code of the layer may compute with its index, and not only say where it appends to a cache."""
+    for function in _reached(layer):
+        loaded = [step.argval for step in dis.get_instructions(function) if step.opname.startswith("LOAD_")]
+        if sum(name in INDEX_NAMES for name in loaded) > loaded.count("update"):
+            return True
+    return False
+
+
+def code_of(layer: nn.Module) -> tuple[Any, ...]:
+    """The code that a call of the layer may run, besides that of libraries around it, and constants that it names."""
+    return tuple((function.__code__, *_constants(function)) for function in _reached(layer))
+
+
+def _constants(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Globals that a function names: numbers, words, and the code of functions from other files."""
+    for name in _names(function):
+        value = function.__globals__.get(name)
+        if isinstance(value, (bool, int, float, str)):
+            yield name, value
+        elif isinstance(value, FunctionType):
+            yield name, value.__code__
+
+
+def containers(layer: nn.Module) -> dict[str, Any]:
+    """Lists, dicts and sets of the layer's files that its code names."""
+    named = ((name, function.__globals__.get(name)) for function in _reached(layer) for name in _names(function))
+    return {name: value for name, value in named if type(value) in (list, dict, set)}
+
+
+def _names(function: FunctionType) -> tuple[str, ...]:
+    return function.__code__.co_names
+
+
+def _reached(layer: nn.Module) -> Iterator[FunctionType]:
+    """The forwards of the layer's modules, and what they call: methods, and functions of their own files."""
+    seen: set[CodeType] = set()
+    for cls in dict.fromkeys(type(module) for module in layer.modules()):
+        if package_of(cls) == "torch":
+            continue
+        waiting = _functions(getattr(cls, "forward", None))
+        while waiting:
+            function = waiting.pop()
+            if function.__code__ not in seen and not _AROUND.match(function.__globals__.get("__name__", "")):
+                seen.add(function.__code__)
+                yield function
+                waiting += _called(cls, function)
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return [function for function in with_wrapped(value) if isinstance(function, FunctionType)]
+
+
+def _called(cls: type, function: FunctionType) -> list[FunctionType]:
+    """The methods of the class and the functions of its file that a function names."""
+    found: list[FunctionType] = []
+    for name in _names(function):
+        methods = _functions(getattr(cls, name, None)) if not hasattr(nn.Module, name) else []
+        own = [each for each in _functions(function.__globals__.get(name)) if each.__module__ == function.__module__]
+        found += [*methods, *own]
+    return found
+
+
+def _found(function: FunctionType, code: CodeType) -> Iterator[str]:
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        line = getattr(step, "line_number", None) or (
+            step.starts_line if step.starts_line not in (None, True, False) else line
+        )
+        if what := _reads(function, step):
+            yield f"{what} at {Path(code.co_filename).name}:{line}"
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _found(function, inner)
+
+
+def _reads(function: FunctionType, step: dis.Instruction) -> str:
+    """What an instruction reads or changes that a graph does not show; empty for any other."""
+    name = step.argval
+    if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+        return f"keeps state: sets the global `{name}`"
+    if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+        return f"keeps state: sets `{name}`"
+    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and value.__name__ in _MODULES:
+            return f"reads `{name}`, which is no argument"
+        if name in _CALLS and value is None:
+            return f"calls `{name}`"
+    is_attribute = step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"))
+    return f"asks `{name}`" if isinstance(name, str) and name in _ASKS and is_attribute else ""
+
+
+Attributes = dict[tuple[str, str], Any]
+
+
+def attributes(layer: nn.Module, *more: tuple[str, Any]) -> Attributes:
+    """Every attribute of every module, and `more` values by name, each with a copy of what can change in place."""
+    named = [((path, name), value) for path, module in layer.named_modules() for name, value in vars(module).items()]
+    named += [((name, "of its file"), value) for name, value in more]
+    return {key: (value, value.copy() if type(value) in (list, dict, set) else value) for key, value in named}
+
+
+def changed(before: Attributes, after: Attributes) -> list[str]:
+    """The names of attributes that are others now."""
+    now = {key: value for key, (value, _) in after.items()}
+    others = [key for key, value in now.items() if key not in before or not _same(value, *before[key])]
+    others += [key for key in before if key not in now]
+    return [".".join(part for part in key if part) for key in others]
+
+
+def _same(value: Any, was: Any, kept: Any) -> bool:
+    if type(value) in (list, dict, set, tuple, int, float, bool, str):
+        try:
+            return type(value) is type(was) and bool(value == kept)
+        except (RuntimeError, ValueError):  # of tensors inside
+            return len(value) == len(kept) and all(map(is_, value, kept))
+    return value is was

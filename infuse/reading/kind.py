@@ -1,0 +1,92 @@
+"""Kinds of layers: each is read once in a process, however many layers and models have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.architectures.layer import Bound
+from infuse.errors import SpecMismatch
+from infuse.reading.calls import LayerCall, attention_function
+from infuse.reading.effects import code_of
+from infuse.reading.read import read
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+
+
+class Kind:
+    """Everything that a reading depends on: equal for layers that are read alike.
+
+    `more`: what the caller knows to differ. A layer with an attribute that cannot be compared is a kind of its own.
+    """
+
+    def __init__(self, layer: nn.Module, calls: Sequence[LayerCall], config: Any, more: Any):
+        self._read: tuple[nn.Module, Sequence[LayerCall]] | None = (layer, calls)
+        modules = tuple((path, type(module), _attributes(module)) for path, module in layer.named_modules())
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        sizes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
+        self._key = (modules, sizes, code_of(layer), _text(config), attention_function(config), more)
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and self._key == other._key
+
+    def read(self) -> Bound | SpecMismatch:
+        """Read the layer, and let go of it."""
+        assert self._read is not None
+        layer, calls = self._read
+        self._read = None
+        try:
+            return read(layer, calls)
+        except SpecMismatch as mismatch:
+            return mismatch
+
+
+@lru_cache(maxsize=512)
+def read_once(kind: Kind) -> Bound | SpecMismatch:
+    return kind.read()
+
+
+def _attributes(module: nn.Module) -> tuple:
+    named = ((name, value) for name, value in sorted(vars(module).items()) if name not in _OF_MODULES)
+    return tuple((name, _comparable(value)) for name, value in named)
+
+
+_OF_MODULES = frozenset(vars(nn.Module())) | {"config", "layer_idx", "layer_id", "layer_number"}
+
+
+def _comparable(value: Any) -> Any:
+    """A value that is equal for equal attributes; the object itself where that is not known."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_comparable, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_comparable, value))
+    if isinstance(value, dict):
+        return type(value), tuple((_comparable(name), _comparable(inner)) for name, inner in value.items())
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, partial):  # a new one in each model, as in transformers' activations
+        return partial, _comparable(value.func), _comparable(value.args), _comparable(value.keywords)
+    return value if _is_hashable(value) else id(value)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _text(config: Any) -> str:
+    values = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", config)
+    return f"{type(config)} {values!r}"

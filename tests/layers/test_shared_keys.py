@@ -1,0 +1,125 @@
+"""Layers that borrow other layers' keys and values (Gemma 4): among originals, on caches, in formats and parts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+import infuse
+from infuse.layers import attention
+from infuse.layers.block import Block
+from infuse.layers.cache import KVCache
+from tests.models.families import BY_NAME
+from tests.support.side_by_side import TOLERANCE
+
+NAMES = ("gemma4", "gemma4-unified")
+LENDERS, BORROWERS = (0, 1), (2, 3)
+
+
+def pair(name: str, **keys: Any) -> tuple[Any, Any]:
+    original = BY_NAME[name].make()
+    engine = infuse.init_inference(copy.deepcopy(original), **{"dtype": "fp32", **keys})
+    assert all(isinstance(layer, Block) for layer in engine.module.model.layers)
+    return original, engine.module
+
+
+def ids(tokens: int = 13, batch: int = 2) -> Tensor:
+    return torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+@torch.no_grad()
+def logits(model: Any, *prompts: Tensor, cache: Any = None) -> Tensor:
+    """Logits of the prompts one after the other on a cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    return torch.cat([model(each, past_key_values=cache, use_cache=True).logits for each in prompts], dim=1)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kept", [LENDERS, BORROWERS, (0, 3), (1, 2)], ids=str)
+def test_beside_originals(name: str, kept: tuple[int, ...]) -> None:
+    original, model = pair(name)
+    for index in kept:
+        model.model.layers[index] = copy.deepcopy(original.model.layers[index])
+    for parts in ((ids(),), (ids(), ids(1), ids(4))):
+        assert error(logits(model, *parts), logits(original, *parts)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_in_parts_on_every_cache(name: str) -> None:
+    original, model = pair(name)
+    parts = (ids(9), ids(5), ids(1), ids(3))
+    wanted = logits(original, *parts)
+    for cache in (DynamicCache(config=original.config), KVCache()):
+        assert error(logits(model, *parts, cache=cache), wanted) < TOLERANCE
+
+
+def test_a_cropped_cache() -> None:
+    original, model = pair("gemma4")
+    found = []
+    for each, cache in ((original, DynamicCache()), (model, DynamicCache()), (model, KVCache())):
+        logits(each, ids(9), cache=cache)
+        cache.crop(-3)
+        found.append(logits(each, ids(4), cache=cache))
+    assert error(found[1], found[0]) < TOLERANCE and error(found[2], found[0]) < TOLERANCE
+
+
+def test_an_int8_cache() -> None:
+    original, model = pair("gemma4", kv_cache="int8")
+    parts = (ids(9), ids(1), ids(1))
+    cache = KVCache(format="int8")
+    assert error(logits(model, *parts, cache=cache), logits(original, *parts)) < 0.05
+    given = dict(max_new_tokens=6, do_sample=False)
+    assert model.generate(ids(), **given).shape == original.generate(ids(), **given).shape
+
+
+def test_what_is_lent_is_the_originals() -> None:
+    original, model = pair("gemma4")
+    lent = []
+    for each in (original, model):
+        with torch.no_grad():
+            lent.append(each.model(ids(), return_shared_kv_states=True).shared_kv_states)
+    assert lent[0].keys() == lent[1].keys() == {"sliding_attention", "full_attention"}
+    for name in lent[0]:
+        for a, b in zip(lent[1][name], lent[0][name], strict=True):
+            assert a.shape == b.shape and error(a, b) < TOLERANCE
+
+
+def test_the_proof_looks_at_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "values_of", lambda stored, dtype: stored * 1.5)
+    with pytest.raises(infuse.ProofError, match=r"model\.layers\.[01]: .* what is lent"):
+        infuse.init_inference(BY_NAME["gemma4"].make(), dtype="fp32", verify="strict")
+
+
+def test_a_layer_that_lends_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.Attention, "_rotated", attention.Attention._appended)
+    with pytest.raises(infuse.ProofError, match=r"model\.layers\.[01]"):
+        infuse.init_inference(BY_NAME["gemma4-dense"].make(), dtype="fp32", verify="strict")
+
+
+def test_a_layer_names_what_it_lacks() -> None:
+    _, model = pair("gemma4")
+    layer, rotary = model.model.layers[2], model.model.rotary_emb
+    x, own = torch.randn(1, 5, 48), torch.randn(1, 5, 16)
+    turns = rotary(x, torch.arange(5)[None], "sliding_attention")
+    for shared in (None, {}):
+        with pytest.raises(infuse.UnsupportedCall, match="shared_kv_states"):
+            layer(x, own, shared_kv_states=shared, position_embeddings=turns)
+    states = torch.randn(1, 2, 5, 16)
+    with pytest.raises(infuse.UnsupportedCall, match="per_layer_input"):
+        layer(x, None, shared_kv_states={"sliding_attention": (states, states)}, position_embeddings=turns)
+
+
+def test_experts_are_left_and_named() -> None:
+    family = BY_NAME["gemma4"]
+    experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
+    plan = infuse.plan(family.make(**experts), dtype=torch.float32, replace_with_kernel_inject=True)
+    assert "has a router and experts beside its MLP" in str(plan)

@@ -1,0 +1,45 @@
+"""Kinds of layers: layers that are read alike are one kind, in every model of a process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infuse
+from infuse.reading.kind import Kind, read_once
+from tests.models.families import BY_NAME
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "gemma3", "starcoder2"])
+def test_another_model_reads_nothing_anew(name: str) -> None:
+    """However it keeps its activation: as a module, a function, or a partial one."""
+    family = BY_NAME[name]
+    infuse.plan(family.make(), dtype=torch.float32, replace_with_kernel_inject=True)
+    before = read_once.cache_info()
+    plan = infuse.plan(family.make(), dtype=torch.float32, replace_with_kernel_inject=True)
+    after = read_once.cache_info()
+    assert any(step.depth == "block" for step in plan.steps)
+    assert after.misses == before.misses and after.hits > before.hits
+
+
+class Acts(nn.Module):
+    def __init__(self, act: Any):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+
+def test_partial_functions_are_compared_by_what_they_call() -> None:
+    def kind(act: Any) -> Kind:
+        return Kind(Acts(act), (), None, ())
+
+    gelu, silu = nn.functional.gelu, nn.functional.silu
+    assert kind(partial(gelu, approximate="tanh")) == kind(partial(gelu, approximate="tanh"))
+    assert kind(partial(gelu, approximate="tanh")) != kind(partial(gelu, approximate="none"))
+    assert kind(partial(gelu)) != kind(partial(silu)) and kind(partial(gelu)) != kind(gelu)
