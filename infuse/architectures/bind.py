@@ -7,6 +7,7 @@ exactly once, every claimed path must exist, and every config value must be supp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -87,12 +88,12 @@ class Binder:
             return None
 
     def attribute(self, path: str, name: str) -> Any:
-        owner = self.module(path, optional=True)
-        attribute = getattr(owner, name, _MISSING)
-        if attribute is _MISSING:
+        """The attribute of this name, or at this path (config.top_k), of the module at `path`."""
+        try:
+            return attrgetter(name)(self.module(path, optional=True))
+        except AttributeError:
             self.differ(f"{path} has no {name}")
             return None
-        return attribute
 
     def claim(self, name: str) -> Any:
         if name in self.claimed:

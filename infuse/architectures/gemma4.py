@@ -12,11 +12,12 @@ from infuse.architectures.attention import SHARED_STATES, Attention, Lender, Que
 from infuse.architectures.bind import Binder
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.mlp import GatedMLP
+from infuse.architectures.moe import MoE
 from infuse.architectures.norm import RMS, Norm
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix, Parameter, PartShape, named
 from infuse.architectures.program import ADD, ATTENTION, MLP, NORM, NORM_BRANCH, NORM_STREAM, Step
-from infuse.errors import SpecMismatch
+from infuse.architectures.router import NormedRouter
 
 _M, _ATTENTION = "transformers.models.", "self_attn"
 PER_LAYER = "per_layer_input"
@@ -30,8 +31,6 @@ class SharingAttention(Attention):
     """
 
     def of_layer(self, layer: Any, config: Any) -> Attention:
-        if getattr(config, "enable_moe_block", False):
-            raise SpecMismatch(type(layer).__name__, ["has a router and experts beside its MLP, which no part has"])
         attention: Any = layer.get_submodule(self.module)
         q, k, v = (f"{self.module}.{name}_proj" for name in "qkv")
         kv_heads = config.num_attention_heads // attention.num_key_value_groups
@@ -113,9 +112,12 @@ class LayerScalarShape(PartShape):
         return (Parameter("scalar"),)
 
 
-_PROGRAM = (
-    Step(NORM, "norm1"), Step(ATTENTION, _ATTENTION), Step(NORM_BRANCH, "post1"), Step(ADD),
-    Step(NORM, "norm2"), Step(MLP, "mlp"), Step(NORM_BRANCH, "post2"), Step(ADD),
+_ATTEND = (Step(NORM, "norm1"), Step(ATTENTION, _ATTENTION), Step(NORM_BRANCH, "post1"), Step(ADD))
+_FEED_FORWARD = (Step(NORM, "norm2"), Step(MLP, "mlp"))
+_ADD = (Step(NORM_BRANCH, "post2"), Step(ADD))
+_PROGRAM = (*_ATTEND, *_FEED_FORWARD, *_ADD)
+_WITH_EXPERTS = (
+    *_ATTEND, *_FEED_FORWARD, Step(NORM_BRANCH, "post_mlp"), Step(NORM), Step(MLP, "experts"), *_ADD,
 )  # fmt: skip
 _OF_THIS_LAYER = (Step(ATTENTION, PER_LAYER, over=PER_LAYER), Step(NORM_BRANCH, "post3"), Step(ADD))
 _SCALED = Step(NORM_STREAM, "scalar")
@@ -151,6 +153,23 @@ GEMMA4 = GEMMA4_DENSE.but(
     more=(*GEMMA4_UNIFIED.more, (PER_LAYER, PerLayerInput()), ("post3", Norm("post_per_layer_input_norm", RMS))),
     program=(*_PROGRAM, *_OF_THIS_LAYER, _SCALED),
 )
+_EXPERTS = (
+    ("post_mlp", Norm("post_feedforward_layernorm_1", RMS)),
+    ("experts", MoE(
+        NormedRouter("router", "proj.weight", "proj.bias", normalise=True, top_k="config.top_k_experts"), "experts",
+        norm=Norm("pre_feedforward_layernorm_2", RMS), post=Norm("post_feedforward_layernorm_2", RMS),
+    )),
+)  # fmt: skip
+GEMMA4_EXPERTS = GEMMA4.but(
+    when=(("enable_moe_block", True),),
+    more=(*GEMMA4.more, *_EXPERTS),
+    program=(*_WITH_EXPERTS, *_OF_THIS_LAYER, _SCALED),
+)
+GEMMA4_EXPERTS_ALONE = GEMMA4_DENSE.but(
+    when=(("enable_moe_block", True), *GEMMA4_DENSE.when),
+    more=(*GEMMA4_DENSE.more, *_EXPERTS),
+    program=(*_WITH_EXPERTS, _SCALED),
+)
 
 _BLOCK = "ple_block."
 EMBEDDING_GEMMA2 = GEMMA4.but(
@@ -163,4 +182,4 @@ EMBEDDING_GEMMA2 = GEMMA4.but(
     values=(PER_LAYER,),
 )
 
-SPECS = (GEMMA4_DENSE, GEMMA4, GEMMA4_UNIFIED, EMBEDDING_GEMMA2)
+SPECS = (GEMMA4_EXPERTS_ALONE, GEMMA4_EXPERTS, GEMMA4_DENSE, GEMMA4, GEMMA4_UNIFIED, EMBEDDING_GEMMA2)

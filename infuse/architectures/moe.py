@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from infuse.architectures.bind import Binder
 from infuse.architectures.experts import ROUTES, ExpertsShape, bind_experts
 from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
+from infuse.architectures.norm import Norm, NormShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import INNER, Extent, Matrix, Parameter, PartShape, Share, inside, named
 from infuse.architectures.router import Router, RouterShape
@@ -25,7 +26,8 @@ class MoE:
 
     `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the MLP of layers that have no module at
     `experts`. Attributes of the module around the experts: `scale`, a number that multiplies their sum; `combine`,
-    "sum" or "average" of that and the shared expert.
+    "sum" or "average" of that and the shared expert. `norm`: of the experts' input, which the router sees without it;
+    `post`: of the sum of all.
     """
 
     router: Router
@@ -35,6 +37,8 @@ class MoE:
     dense: AnyMLP | None = None
     scale: str | None = None
     combine: str | None = None
+    norm: Norm | None = None
+    post: Norm | None = None
 
     def bind(self, binder: Binder, name: str) -> PartShape:
         if self.dense is not None and binder.module(self.experts, optional=True) is None:
@@ -57,7 +61,11 @@ class MoE:
         combine = SUM if shared is None or self.combine is None else binder.attribute(around, self.combine)
         if combine not in (SUM, AVERAGE):
             binder.differ(f"{around}.{self.combine} is {combine!r}; only {SUM!r} and {AVERAGE!r} are understood")
-        return MoEShape(router, experts, shared, gated, scale, combine)
+        norm, post = (
+            None if each is None else each.bind(binder, f"{name}.{target}")
+            for target, each in (("norm", self.norm), ("post", self.post))
+        )
+        return MoEShape(router, experts, shared, gated, scale, combine, norm, post)
 
     def _bind_experts(self, binder: Binder, name: str) -> ExpertsShape | None:
         """Bind the experts; None, with the differences noted, if they are not understood."""
@@ -98,6 +106,8 @@ class MoEShape(PartShape):
     gated: bool
     scale: float = 1.0
     combine: str = SUM
+    norm: NormShape | None = None
+    post: NormShape | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -115,11 +125,18 @@ class MoEShape(PartShape):
             *(inside("experts", parameter) for parameter in self.experts.parameters),
             *(replace(inside("shared", parameter), extents=_own(parameter.extents)) for parameter in shared),
             *((Parameter("shared_gate.weight"),) if self.gated else ()),
+            *(inside(name, parameter) for name, norm in self.norms.items() for parameter in norm.parameters),
         )
 
     @property
+    def norms(self) -> dict[str, NormShape]:
+        """The norms that there are, by name."""
+        return {name: norm for name, norm in (("norm", self.norm), ("post", self.post)) if norm is not None}
+
+    @property
     def ops(self) -> tuple[str, ...]:
-        return (*self.router.ops, *self.experts.ops, *(() if self.shared is None else self.shared.ops))
+        parts = (self.router, self.experts, *((self.shared,) if self.shared else ()), *self.norms.values())
+        return tuple(name for part in parts for name in part.ops)
 
     @property
     def recorded(self) -> Mapping[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from infuse.architectures.bind import Binder
+from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import Parameter, PartShape, named
+from infuse.architectures.part import Parameter, PartShape, inside, named
 from infuse.routing import ROUNDED, SCORE, SOFTMAX, TOP2_SUM, Routing
 
 
@@ -164,3 +165,49 @@ class RouterShape(PartShape):
     def parameters(self) -> tuple[Parameter, ...]:
         present = {"weight": True, "bias": self.bias, "correction": self.correction_is_parameter}
         return tuple(Parameter(name) for name, is_present in present.items() if is_present)
+
+
+@dataclass(frozen=True)
+class NormedRouter(Router):
+    """A router that normalises its input, multiplies it by the vector at `gain` [H] and by the attribute `factor`.
+
+    An expert's weight is multiplied by its number in `gains` [E]. transformers records the softmax of the logits.
+    `norm`, `gain`, `gains` are paths in the module.
+    """
+
+    norm: str = "norm"
+    gain: str = "scale"
+    gains: str = "per_expert_scale"
+    factor: str = "scalar_root_size"
+
+    def bind(self, binder: Binder, name: str) -> NormedRouterShape:
+        bound = super().bind(binder, name)
+        norm = Norm(named(self.module, self.norm), RMS).bind(binder, f"{name}.norm")
+        for path, size in ((self.gain, bound.hidden), (self.gains, bound.experts)):
+            source = named(self.module, path)
+            if source not in binder.parameters or tuple(binder.claim(source).shape) != (size,):
+                binder.differ(f"{source} is no vector of {size} numbers")
+        binder.fills.append(Fill(f"{name}.gain", (named(self.module, self.gain),)))
+        binder.fills.append(Fill(f"{name}.gains", (named(self.module, self.gains),)))
+        return NormedRouterShape(
+            **{each.name: getattr(bound, each.name) for each in fields(bound)},
+            norm=norm or NormShape(RMS, bound.hidden, 0.0, 0.0, None, False),
+            factor=self._number(binder, self.factor, 1.0),
+        )
+
+
+@dataclass(frozen=True)
+class NormedRouterShape(RouterShape):
+    """A bound NormedRouter."""
+
+    norm: NormShape
+    factor: float
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return (*super().ops, *self.norm.ops)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        of_norm = (inside("norm", parameter) for parameter in self.norm.parameters)
+        return (*super().parameters, *of_norm, Parameter("gain"), Parameter("gains"))

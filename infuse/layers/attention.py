@@ -145,18 +145,17 @@ class Attention(Mixer[AttentionShape], NativeMixer):
                 "q, k and v are clipped": shape.clip,
                 "q and k are normalised after the rotation": shape.norm_after,
                 "attention has an output gate": shape.gate is not None,
-                "values are normalised": shape.v_norm is not None,
-                "keys and values are lent or borrowed": shape.lends or shape.borrows is not None,
+                "an encoder normalises values": to.of_encoder and shape.v_norm is not None,
                 "ranks share the heads": shape.head_counts,
                 "an encoder's attention has a window": to.of_encoder and shape.window,
                 "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, _BIASES),
             }
         )
         to.put(heads=shape.heads, kv_heads=shape.kv_heads, width=shape.head_width, window=shape.window)
-        to.put(interleaved=self.positions.interleaved)
+        to.put(interleaved=self.positions.interleaved, borrowed=shape.borrows is not None)
         to.put_reals(scale=shape.scale, softcap=shape.softcap)
         to.tensor("sinks")
-        for name in ("qkv", "out", "q_norm", "k_norm"):
+        for name in ("qkv", "out", "q_norm", "k_norm", "v_norm"):
             to.part(name)
         to.storage("keys", "values")
 
@@ -171,13 +170,27 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         slot = cache.slot(self._index)
         if slot.place is not None or slot.row_lengths is not None:
             return None
-        start = slot.reserve(batch, tokens, self._rows, x_BTC, self.filler)
+        if self.shape.borrows is None:
+            start = slot.reserve(batch, tokens, self._rows, x_BTC, self.filler)
+        elif slot.key_storage is None:
+            return None
+        else:
+            start = slot.length - tokens
         positions: Any = self._modules["positions"]
         cos, sin = positions.cos_sin(inputs) or (None, None)
         bias = positions.bias(inputs, batch, start + tokens)
         if mask is not None:
             mask = self.allowed(mask, start + tokens, x_BTC.dtype)
         return NativeInputs(cos, sin, -1, mask, bias, slot.key_storage, slot.value_storage, start)
+
+    def was_run(self, x_BTC: Tensor, inputs: Inputs) -> None:
+        if self.shape.borrows is not None:
+            return
+        slot = inputs.cache.slot(self._index)  # type: ignore[union-attr]
+        slot.advance(x_BTC.shape[1])
+        if self.shape.lends:
+            keys, values = slot.held()
+            self._lend(inputs, keys, values, x_BTC.dtype)
 
     def _with_bias(
         self, mask: Tensor | None, inputs: Inputs, batch: int, tokens: int, dtype: torch.dtype
@@ -226,11 +239,14 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             return self._borrowed(qkv_BTND, inputs, positions, self.shape.borrows)
         q, k, v = self._appended(qkv_BTND, inputs, positions)
         if self.shape.lends:
-            shared = inputs.values[SHARED_STATES]
-            if shared is None:
-                raise missing(SHARED_STATES)
-            shared[self.shape.lends] = values_of(k, q.dtype), values_of(v, q.dtype)
+            self._lend(inputs, k, v, q.dtype)
         return q, k, v
+
+    def _lend(self, inputs: Inputs, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        shared = inputs.values[SHARED_STATES]
+        if shared is None:
+            raise missing(SHARED_STATES)
+        shared[self.shape.lends] = values_of(k, dtype), values_of(v, dtype)
 
     def _borrowed(
         self, q_BTHD: Tensor, inputs: Inputs, positions: Positions, lender: Lender

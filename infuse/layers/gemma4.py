@@ -16,11 +16,15 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
+from infuse.layers.native_part import NativePart, PartWriter, decline_if
 from infuse.layers.position import missing
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 
-class PerLayerInput(InferenceModule):
+class PerLayerInput(InferenceModule, NativePart):
     """Compute projection(act(gate(x)) * what the model passes for this layer)."""
+
+    struct, takes_value = "layer_input", True
 
     def __init__(self, shape: PerLayerInputShape, context: BuildContext):
         super().__init__()
@@ -37,9 +41,16 @@ class PerLayerInput(InferenceModule):
         gated = self._act(direct(parts["gate"], x_BTC), self._activation)
         return direct(parts["projection"], gated * of_layer_BTP), None
 
+    def native(self, to: PartWriter) -> None:
+        to.put(act=ACTIVATION_NUMBERS[self._activation])
+        to.part("gate")
+        to.part("projection")
 
-class LayerScalar(InferenceModule):
+
+class LayerScalar(InferenceModule, NativePart):
     """Compute x times one number."""
+
+    struct = "norm"
 
     def __init__(self, shape: LayerScalarShape, context: BuildContext):
         super().__init__()
@@ -47,3 +58,10 @@ class LayerScalar(InferenceModule):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return (x_BTC * self.scalar).to(x_BTC.dtype)
+
+    def native(self, to: PartWriter) -> None:
+        decline_if({"an encoder's layer has a factor": to.of_encoder})
+        to.put(kind="factor")
+        to.put_reals(eps=0.0, offset=0.0)
+        to.tensor("weight", "scalar")
+        to.tensor("bias")

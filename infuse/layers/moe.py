@@ -14,7 +14,8 @@ from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.mlp import MLP
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
-from infuse.layers.router import Router
+from infuse.layers.norm import Norm
+from infuse.layers.router import make_router
 
 
 class MoE(InferenceModule, NativePart):
@@ -27,7 +28,7 @@ class MoE(InferenceModule, NativePart):
         name, self._combine = context.name, context.combine
         self.shape = shape
         partial = replace(context, combine=None)
-        self.router = Router(shape.router, context.bodies)
+        self.router = make_router(shape.router, context.bodies)
         inside = f"{name}.experts."
         held = {target.removeprefix(inside): format for target, format in context.formats.items() if inside in target}
         self.experts = Experts(shape.experts, held, context.bodies)
@@ -35,6 +36,8 @@ class MoE(InferenceModule, NativePart):
         gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
         self.add_module("shared", shared)
         self.add_module("shared_gate", None if gate is None else gate.requires_grad_(False))
+        for name in ("norm", "post"):
+            self.add_module(name, Norm(shape.norms[name], context.bodies) if name in shape.norms else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
@@ -45,6 +48,8 @@ class MoE(InferenceModule, NativePart):
         x = x if norm is None else direct(norm, x)
         x_TH = x.reshape(-1, x.shape[-1])
         _, weights, index = direct(held["router"], x_TH)
+        if held["norm"] is not None:
+            x_TH = direct(held["norm"], x_TH)
         out = held["experts"](x_TH, index, weights)
         if self.shape.scale != 1.0:
             out = out * self.shape.scale
@@ -55,7 +60,8 @@ class MoE(InferenceModule, NativePart):
             out = shared.fused(x_TH, None, out) if has_no_hooks(shared) else out + direct(shared, x_TH)
         if self.shape.combine == AVERAGE:
             out = out / 2
-        out = (out if self._combine is None else self._combine(out)).view(x.shape)
+        out = out if self._combine is None else self._combine(out)
+        out = (out if held["post"] is None else direct(held["post"], out)).view(x.shape)
         return out if residual is None else residual + out
 
     def native(self, to: PartWriter) -> None:
@@ -71,3 +77,5 @@ class MoE(InferenceModule, NativePart):
         to.part("experts")
         to.part("shared")
         to.weight("shared_gate", nn.Linear)
+        to.part("norm")
+        to.part("post")

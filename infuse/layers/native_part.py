@@ -27,13 +27,14 @@ class NotNative(Exception):
 
 
 class NativePart:
-    """A part with a struct in C++.
+    """A part with a struct in C++. `takes_value`: its step goes over another value of the call.
 
     `mixed`: instances get a class mixed with the original's, so that only their forward identifies what they compute.
     """
 
     struct: ClassVar[str]
     mixed: ClassVar[bool] = False
+    takes_value: ClassVar[bool] = False
 
     def native(self, to: PartWriter) -> None:
         """Write the fields of the struct. Raise NotNative if the kernels do not compute this part."""
@@ -43,7 +44,8 @@ class NativePart:
 class NativeInputs(NamedTuple):
     """What a mixer passes to a call besides x: the arguments of NativeProgram.run, in order.
 
-    Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`.
+    Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`. `value`: what a step
+    goes over.
     """
 
     cos: Tensor | None = None
@@ -54,6 +56,7 @@ class NativeInputs(NamedTuple):
     keys: Tensor | None = None
     values: Tensor | None = None
     start: int = 0
+    value: Tensor | None = None
 
 
 class NativeMixer(NativePart):
@@ -61,6 +64,10 @@ class NativeMixer(NativePart):
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         """What a call needs besides x, with room for its tokens in the cache. None if it must run in Python."""
+        raise NotImplementedError
+
+    def was_run(self, x_BTC: Tensor, inputs: Inputs) -> None:
+        """Note that the new tokens' keys and values are in the storages of a decoder's cache now."""
         raise NotImplementedError
 
 
@@ -87,12 +94,14 @@ class Place(NamedTuple):
 class ProgramText:
     """A program being written: its text, the modules and tensors that it names, and what must hold in each call.
 
-    `machine`: FEW_TOKENS or ENCODER. `whole`: it runs all blocks of a model, and holds their storages.
+    `machine`: FEW_TOKENS or ENCODER. `whole`: it runs all blocks of a model, and holds their storages. `over`: what a
+    step goes over.
     """
 
     machine: str
     roots: int
     whole: bool = False
+    over: str = ""
     nodes: list[Node] = field(default_factory=list)
     tensors: list[Place] = field(default_factory=list)
     absent: list[Place] = field(default_factory=list)  # what must stay None
@@ -109,7 +118,10 @@ class ProgramText:
     def step(self, step: Step, owner: int, block: nn.Module) -> None:
         """Write a step of a block, the root of index `owner`."""
         if step.over:
-            raise NotNative(f"{step.part} goes over {step.over}")
+            takes_value = getattr(block._modules[step.part], "takes_value", False)
+            if not takes_value or self.whole or self.machine == ENCODER or self.over:
+                raise NotNative(f"{step.part} goes over {step.over}")
+            self.over = step.over
         with self.step_of(step.does, step.scale):
             if step.part:
                 PartWriter(self, block, owner).part(step.part, as_field="part")

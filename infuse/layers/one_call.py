@@ -152,9 +152,14 @@ class StepCall(BlockCall):
         native = self.held_program(block)
         if native is None or (native_inputs := mixer.native_inputs(x_BTC, inputs)) is None:
             return None
+        if over := self._program.over:
+            value = inputs.values[over]
+            if not isinstance(value, Tensor):
+                return None
+            native_inputs = native_inputs._replace(value=value.contiguous())
         out = native.run(x_BTC, *native_inputs)
         if out is not None:
-            cache.layers[self.index].advance(tokens)
+            mixer.was_run(x_BTC, inputs)
         return out
 
 

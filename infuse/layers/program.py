@@ -108,7 +108,7 @@ def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tupl
 
 
 def _norm(name: str, s: Stream, parts: Parts) -> None:
-    s.y = direct(parts[name], s.x)
+    s.y = direct(parts[name], s.x) if name else s.x
 
 
 def _norm_stream(name: str, s: Stream, parts: Parts) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.router import RouterShape
+from infuse.architectures.router import NormedRouterShape, RouterShape
 from infuse.layers.gradient import InferenceModule, is_recorded
+from infuse.layers.linear import direct
 from infuse.layers.native_part import NativePart, NotNative, PartWriter
+from infuse.layers.norm import Norm
 from infuse.ops.cpu.router import numbers
 
 
@@ -46,14 +48,17 @@ class Router(InferenceModule, NativePart):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [T, E] as transformers records them, weights [T, K] and index [T, K] (int64) for x [..., H]."""
-        route: Any = self._route
-        if torch.is_grad_enabled() and is_recorded(self, x):
-            route = ops.router.bound(ops.REFERENCE)  # which has gradients, as lone linears do
-        found = route(x.reshape(-1, self.shape.hidden), self.weight, self.bias, self.correction, *self._routing)
+        found = self._routes(x)
         if is_compiling() or not self.fed_index.numel():
             return found
         logits, weights, _ = found
         return logits, self.fed_weights.to(weights.dtype), self.fed_index
+
+    def _routes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        route: Any = self._route
+        if torch.is_grad_enabled() and is_recorded(self, x):
+            route = ops.router.bound(ops.REFERENCE)  # which has gradients, as lone linears do
+        return route(x.reshape(-1, self.shape.hidden), self.weight, self.bias, self.correction, *self._routing)
 
     def feed(self, index: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Return these from now on, index and weights [T, K], for calls with T tokens; without them, its own again."""
@@ -72,6 +77,34 @@ class Router(InferenceModule, NativePart):
         to.tensor("correction")
         to.attribute("fed_index")
         to.attribute("fed_weights")
+        to.part("norm")
+        to.tensor("gain")
+        to.tensor("gains")
+        to.put_reals(factor=getattr(self.shape, "factor", 1.0))
 
     def extra_repr(self) -> str:
         return f"experts={self.shape.experts}, top_k={self.shape.top_k}"
+
+
+class NormedRouter(Router):
+    """A router with a norm of its own before the logits, and a factor for each expert.
+
+    In place of the logits it returns their softmax in float32, as transformers records them.
+    """
+
+    shape: NormedRouterShape
+
+    def __init__(self, shape: NormedRouterShape, bodies: Mapping[str, str] = MappingProxyType({})):
+        super().__init__(shape, bodies)
+        self.norm = Norm(shape.norm, bodies)
+        self.gain = nn.Parameter(torch.empty(shape.hidden, device="meta"), requires_grad=False)
+        self.gains = nn.Parameter(torch.empty(shape.experts, device="meta"), requires_grad=False)
+
+    def _routes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, index = super()._routes(direct(self.norm, x) * self.gain * self.shape.factor)
+        return logits.softmax(dim=-1, dtype=torch.float32), weights * self.gains[index], index
+
+
+def make_router(shape: RouterShape, bodies: Mapping[str, str]) -> Router:
+    """Make the empty router of this shape."""
+    return NormedRouter(shape, bodies) if isinstance(shape, NormedRouterShape) else Router(shape, bodies)

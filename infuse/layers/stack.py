@@ -51,6 +51,8 @@ class StackCall(OneCall):
             return None
         if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
             return None
+        if any(attn.lends or attn.borrows is not None for attn in attns):
+            return None
         attentions = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
         positions = {type(each._modules.get("positions")) for each in attentions}
         if not positions <= {PassedCosSin, Positions}:
@@ -127,9 +129,9 @@ class Answer:
 
         None if the model has to be called.
         """
-        none = None  # the program holds its storages, and there is neither a mask nor a bias
+        none = None  # the program holds its storages, and there is neither a mask, nor a bias, nor another value
         native = self._with_room()
-        out = native.run(x, cos_sin.cos, cos_sin.sin, cos_sin.index, none, none, none, none, self.length)
+        out = native.run(x, cos_sin.cos, cos_sin.sin, cos_sin.index, none, none, none, none, self.length, none)
         self._append(0 if out is None else 1)
         return out
 

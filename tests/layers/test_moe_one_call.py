@@ -15,7 +15,7 @@ import infuse
 from infuse.activations import ExpertGate
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.moe import MoEShape
-from infuse.architectures.router import RouterShape
+from infuse.architectures.router import NormedRouterShape, RouterShape
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.moe import MoE
@@ -260,9 +260,9 @@ def test_what_shapes_and_rules_can_say_is_known_to_the_call() -> None:
     told = {
         "router", "experts", "shared", "gated", "hidden", "count", "inner", "gate", "bias", "correction", "rule",
         "correction_is_parameter", "groups", "top_k", "normalise", "least", "scale", "has_bias", "width",
-        "jitter", "cap", "up_bias", "down_bias", "combine", "call",
+        "jitter", "cap", "up_bias", "down_bias", "combine", "call", "norm", "post", "factor",
     }  # fmt: skip
-    for shape in (MoEShape, RouterShape, ExpertsShape):
+    for shape in (MoEShape, RouterShape, NormedRouterShape, ExpertsShape):
         assert not {field.name for field in fields(shape)} - told, shape
     assert ExpertGate._fields == ("activation", "gated", "limit", "limit_after", "up_offset", "first")
     refused = {"cap", "jitter"}  # by ops.cpu.router.numbers

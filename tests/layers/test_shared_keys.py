@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import infuse
 from infuse.layers import attention
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
+from infuse.layers.router import NormedRouter
 from tests.models.families import BY_NAME
-from tests.support.side_by_side import TOLERANCE
+from tests.support.one_calls import part_by_part
+from tests.support.side_by_side import TOLERANCE, injected
 
 NAMES = ("gemma4", "gemma4-unified")
 LENDERS, BORROWERS = (0, 1), (2, 3)
@@ -118,8 +121,39 @@ def test_a_layer_names_what_it_lacks() -> None:
         layer(x, None, shared_kv_states={"sliding_attention": (states, states)}, position_embeddings=turns)
 
 
-def test_experts_are_left_and_named() -> None:
-    family = BY_NAME["gemma4"]
-    experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
-    plan = infuse.plan(family.make(**experts), dtype=torch.float32, replace_with_kernel_inject=True)
-    assert "has a router and experts beside its MLP" in str(plan)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gemma4-experts", "gemma4-experts-inputs"])
+def test_a_mixture_beside_the_mlp(name: str, dtype: torch.dtype) -> None:
+    """Routers return probabilities in float32, which transformers records; a step of C++ is what the parts compute."""
+    original, engine = BY_NAME[name].make().to(dtype), injected(BY_NAME[name].make(), dtype=dtype)
+    allowed, steps = TOLERANCE if dtype is torch.float32 else 0.05, []
+    with torch.no_grad():
+        found, exact = (model(ids(7), output_router_logits=True) for model in (engine, original))
+        for ours, theirs in zip(found.router_logits, exact.router_logits, strict=True):
+            assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape == (14, 8)
+            assert error(ours, theirs) < (allowed if dtype is torch.float32 else 0.2)  # experts may differ
+        for way in (nullcontext(), part_by_part(engine.module)):
+            with way:
+                past = engine(ids(7), use_cache=True).past_key_values
+                steps.append(engine(ids(1), past_key_values=past, use_cache=True).logits)
+    assert error(*steps) < allowed
+
+
+def test_a_mixture_keeps_what_its_spec_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a factor of the router the proof refuses each block, with it none."""
+    for field in ("gain", "gains"):
+        family, layer = BY_NAME["gemma4-experts"], NormedRouter._routes
+
+        def without(self: NormedRouter, x: torch.Tensor, field: str = field, layer: Any = layer) -> Any:
+            with torch.no_grad():
+                kept = getattr(self, field).clone()
+                getattr(self, field).fill_(1.0)
+                try:
+                    return layer(self, x)
+                finally:
+                    getattr(self, field).copy_(kept)
+
+        monkeypatch.setattr(NormedRouter, "_routes", without)
+        with pytest.raises(infuse.ProofError, match=r"model\.layers\.[0-3]: .*router"):
+            infuse.init_inference(family.make(), dtype="fp32", verify="strict")
+        monkeypatch.undo()

@@ -570,6 +570,7 @@ _GEMMA4 = dict(
     num_kv_shared_layers=2,
     layer_types=["sliding_attention", "full_attention"] * 2,
 )
+_GEMMA4_EXPERTS = dict(_GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=24)
 # Layers that lend keys and values, and some that borrow them; inputs for each layer; keys that are values.
 GEMMA4 = [
     Family("gemma4", t.Gemma4TextConfig, t.Gemma4ForCausalLM,
@@ -579,6 +580,10 @@ GEMMA4 = [
            values=dict(_GEMMA4, hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True,
                        num_global_key_value_heads=1, num_hidden_layers=2, layer_types=_GEMMA4["layer_types"][:2])),
     Family("gemma4-unified", t.Gemma4UnifiedTextConfig, t.Gemma4UnifiedForCausalLM, values=_GEMMA4),
+    Family("gemma4-experts", t.Gemma4TextConfig, t.Gemma4ForCausalLM,
+           values=dict(_GEMMA4_EXPERTS, hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True)),
+    Family("gemma4-experts-inputs", t.Gemma4TextConfig, t.Gemma4ForCausalLM,
+           values=dict(_GEMMA4_EXPERTS, hidden_size_per_layer_input=16, vocab_size_per_layer_input=96)),
     Family("embedding-gemma2", t.EmbeddingGemma2TextConfig, t.EmbeddingGemma2TextModel, "encoder",
            dict(GQA, head_dim=16, global_head_dim=24, sliding_window=5, hidden_size_per_layer_input=16,
                 vocab_size_per_layer_input=96, layer_types=["sliding_attention", "full_attention", "full_attention"])),

@@ -63,8 +63,8 @@ GENERATED = [
 # gates of attention's heads, queries that grow with positions, norms of values, keys and values of another layer; and
 # latent attention, which is no step of programs in C++.
 IN_PARTS = (
-    "stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels", "ministral3", "gemma4", "gemma4-dense",
-    "gemma4-unified", *(family.name for family in (*LATENT_MIXTURES, *LATENT)),
+    "stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels", "ministral3",
+    *(family.name for family in (*LATENT_MIXTURES, *LATENT)),
 )  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation.
 MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe")
@@ -222,7 +222,8 @@ def test_generated_tokens(name: str, way: str, mode: str, monkeypatch: pytest.Mo
     in_one_call = in_one_call and not isinstance(kernels(), str)
     kinds: Any = MLPShape if name in MIXTURES_IN_PARTS else PartShape
     together = [step for step in blocks(engine) if isinstance(step.shape.parts["mlp"], kinds)]  # type: ignore[union-attr]
-    assert taken.count(True) == (len(together) * (NEW_TOKENS - 1) if in_one_call else 0)
+    # After the prompt, of which Gemma 4's last layers see one token.
+    assert taken[len(together) :].count(True) == (len(together) * (NEW_TOKENS - 1) if in_one_call else 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi", "bloom", "gemma3", "bert-decoder"])

@@ -87,6 +87,17 @@ bool has_room(const RotaryArgs& a, const Array& x, const Array& storage) {
 
 }  // namespace
 
+bool rotated(const Array& x, const Maybe& cos, const Maybe& sin, bool interleaved, const Array& q) {
+  RotaryArgs a{};
+  if (!set_rotated(a, x, interleaved)) return false;
+  if (cos && sin && !set_turns(a, x, *cos, *sin)) return false;
+  a.heads = x.size(2);
+  a.q = q.mutable_data_ptr();
+  a.q_b = a.heads * a.tokens * a.width, a.q_t = a.width, a.q_n = a.tokens * a.width;
+  run_rotary(a, x.size(0));
+  return true;
+}
+
 bool rotary_append(const Array& qkv, const Maybe& cos, const Maybe& sin, const Array& keys, const Array& values,
                    int64_t start, int64_t heads, bool interleaved, const Array& q) {
   RotaryArgs a{};

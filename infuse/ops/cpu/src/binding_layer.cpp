@@ -46,9 +46,9 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
 }
 
 // What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
-// a program of several blocks holds itself.
+// a program of several blocks holds itself. `value`: what a LayerInputPart multiplies with.
 struct Given {
-  Maybe cos, sin, mask, bias, keys, values;
+  Maybe cos, sin, mask, bias, keys, values, value;
   int64_t start;
   bool once;  // as in LinearArgs
 };
@@ -60,6 +60,7 @@ struct StepMachine {
   bool last = false;
 
   Maybe norm(const NormPart& part, const Maybe& of) const {
+    if (part.kind == NormKind::factor) return times(of, first_of(*part.weight));
     Maybe made = array_as(*of);
     if (part.kind == NormKind::rounded_rms) {
       rounded_norm(*of, *part.weight, part.eps, *made);
@@ -69,6 +70,11 @@ struct StepMachine {
     return made;
   }
   void add_norm(const NormPart& part, const Maybe& made) {
+    if (part.kind == NormKind::factor) {
+      x = this->sum(made, x);
+      y = norm(part, x);
+      return;
+    }
     const Array sum = array_as(*x);
     y = array_as(*x);
     infuse::add_norm(part.rule(), *made, *x, sum, *y);
@@ -88,12 +94,16 @@ struct StepMachine {
     const Array qkv = array({batch, tokens, a.all_heads(), a.width}, *from);
     multiply(a.qkv, *from, qkv, given.once);
     norm_heads(a.q_norm, qkv, 0, a.heads);
-    norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
+    if (!a.borrowed) {
+      norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
+      norm_heads(a.v_norm, qkv, a.heads + a.kv_heads, a.kv_heads);
+    }
     const Array q = array({batch, a.heads, tokens, a.width}, *from);
     const Array attended = array({batch, tokens, a.heads, a.width}, *from);
-    if (!rotary_append(qkv, given.cos, given.sin, *keys, *values, given.start, a.heads, a.interleaved, q)) {
-      return std::nullopt;
-    }
+    const bool turned = a.borrowed ? rotated(qkv, given.cos, given.sin, a.interleaved, q)
+                                   : rotary_append(qkv, given.cos, given.sin, *keys, *values, given.start, a.heads,
+                                                   a.interleaved, q);
+    if (!turned) return std::nullopt;
     const bool causal = !given.mask || a.window > 0;
     const bool done = attend(q, *keys, *values, given.start + tokens, given.mask, given.bias, a.scale, causal, a.window,
                              a.softcap, a.sinks, attended);
@@ -105,16 +115,36 @@ struct StepMachine {
     const bool done = a.gated ? gated_activation(inner, a.act, active) : activation(inner, a.act, active);
     return done ? times(a.down, active, *from) : std::nullopt;
   }
-  Maybe apply(const MoePart& a, const Maybe& from) const {
-    const int64_t columns = from->size(2), tokens = from->numel() / columns;
-    Routes routes = route(a.router, *from, tokens);
+  Maybe apply(const LayerInputPart& a, const Maybe& from) const {
+    const int64_t width = a.gate.outputs, rows = from->numel() / from->size(2);
+    const Maybe& value = given.value;
+    if (!value || value->numel() != rows * width || value->size(value->dim() - 1) != width) return std::nullopt;
+    if (!value->is_contiguous() || value->scalar_type() != from->scalar_type()) return std::nullopt;
+    const Array gates = array_rows(*from, width), active = array_rows(*from, width), scaled = array_rows(*from, width);
+    multiply(a.gate, *from, gates, given.once);
+    if (!activation(gates, a.act, active)) return std::nullopt;
+    NormArgs product{};  // of each row with its value
+    product.rows = 1, product.columns = width, product.scales = true, product.type = type_of(active);
+    const int64_t row_bytes = width * int64_t(active.element_size());
+    for (int64_t row = 0; row < rows; ++row) {
+      product.x = static_cast<const char*>(active.const_data_ptr()) + row * row_bytes;
+      product.weight = static_cast<const char*>(value->const_data_ptr()) + row * row_bytes;
+      product.y = static_cast<char*>(scaled.mutable_data_ptr()) + row * row_bytes;
+      kernels().norm(product, 0, 1);
+    }
+    return times(a.projection, scaled, *from);
+  }
+  Maybe apply(const MoePart& a, const Maybe& of) const {
+    const int64_t columns = of->size(2), tokens = of->numel() / columns;
+    Routes routes = route(a.router, *of, tokens);
+    const Maybe from = a.norm ? norm(*a.norm, of) : of;
     for (float& weight : routes.weights) weight *= float(a.scale);
     const Array made = array_as(*from);
     const int64_t each = int64_t(routes.index.size()) / tokens;
     if (!sum_experts(a.experts, *from, tokens, each, routes.index.data(), routes.weights.data(), made, given.once)) {
       return std::nullopt;
     }
-    if (!a.shared) return made;
+    if (!a.shared) return a.post ? norm(*a.post, made) : Maybe(made);
     const Maybe shared = this->apply(*a.shared, from);
     if (!shared) return std::nullopt;
     std::vector<float> gates(size_t(tokens), 1.0f);
@@ -127,7 +157,7 @@ struct StepMachine {
       const float factors[] = {share, share * gates[size_t(t)]};
       kernels().experts.weigh({from_both, factors, 2, to, type_of(made)}, 0, columns);
     }
-    return made;
+    return a.post ? norm(*a.post, made) : Maybe(made);
   }
   // The rows of a table for token ids [B, T]; nullopt for ids that it does not have.
   Maybe apply(const TablePart& part, const Maybe& ids) const {
@@ -173,6 +203,11 @@ struct StepMachine {
                              Type::f32}, 0, 1);
     for (float& g : gates) g = 1 / (1 + std::exp(-g));
     return gates;
+  }
+  static double first_of(const Array& t) {
+    float first = 0;
+    kernels().router.convert(t.const_data_ptr(), type_of(t), &first, Type::f32, 1);
+    return first;
   }
   static void widen(const Array& from, float* to) {
     kernels().router.convert(from.const_data_ptr(), type_of(from), to, Type::f32, from.numel());
@@ -306,13 +341,13 @@ Maybe written(const MaybeTensor& tensor) { return tensor ? Maybe(Array::written(
 // tokens' own; or, if `turn` is not negative, [1 or B, tokens, D] with the step's only token at this index. None if a
 // kernel does not support the arguments; a step then counts as not done.
 MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t turn, MaybeTensor mask,
-                     MaybeTensor bias, MaybeTensor keys, MaybeTensor values, int64_t start) {
+                     MaybeTensor bias, MaybeTensor keys, MaybeTensor values, int64_t start, MaybeTensor value) {
   const Array from = x;
   const auto parsed = reinterpret_cast<Held*>(held)->parsed_for(from);
   if (!parsed) return std::nullopt;
   if (parsed->program.machine == Machine::encoder) return run_encoder(parsed->program, x, mask);
-  Given given{array_of(cos), array_of(sin), array_of(mask), array_of(bias), written(keys), written(values), start,
-              parsed->once};
+  Given given{array_of(cos), array_of(sin), array_of(mask), array_of(bias), written(keys), written(values),
+              array_of(value), start, parsed->once};
   if (turn >= 0) given.cos = turned(given.cos, turn), given.sin = turned(given.sin, turn);
   return run_on_team(parsed->program, given, from);
 }
@@ -333,8 +368,8 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
-      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, start + step,
-                        parsed->once};
+      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {},
+                        start + step, parsed->once};
       StepMachine machine{given, x};
       if (!run(program, machine)) return;
       const Array tokens(row_sizes, 2, ScalarType::Long);
@@ -359,7 +394,7 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
 
 INFUSE_OPERATORS(CPU,
     {"run(int held, Tensor x, Tensor? cos, Tensor? sin, int turn, Tensor? mask, Tensor? bias, Tensor(a!)? keys, "
-     "Tensor(b!)? values, int start) -> Tensor?",
+     "Tensor(b!)? values, int start, Tensor? value) -> Tensor?",
      TORCH_BOX(&run_held)},
     {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends) -> "
      "Tensor?", TORCH_BOX(&run_tokens)})

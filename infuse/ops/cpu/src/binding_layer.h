@@ -14,12 +14,13 @@
 
 namespace infuse {
 
-enum class NormKind { rms, layer, rounded_rms, scale };  // rounded: as in binding_ops.h; scale: x * weight
+// rounded: as in binding_ops.h; scale: x * weight; factor: x times the only number of the weight.
+enum class NormKind { rms, layer, rounded_rms, scale, factor };
 template <>
 struct Words<NormKind> {
   static constexpr std::pair<std::string_view, NormKind> all[] = {
       {"rms", NormKind::rms}, {"layer", NormKind::layer}, {"rounded_rms", NormKind::rounded_rms},
-      {"scale", NormKind::scale}};
+      {"scale", NormKind::scale}, {"factor", NormKind::factor}};
 };
 struct NormPart {
   static constexpr std::string_view kKind = "norm";
@@ -38,21 +39,21 @@ struct LinearPart {
   Maybe weight, scale, zero, bias;
   INFUSE_FIELDS(code, outputs, weight, scale, zero, bias)
 };
-// Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. The window is as in
-// ops.attention.
+// Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. If they are `borrowed`, qkv makes
+// queries alone, and nothing is appended. The window is as in ops.attention.
 struct AttentionPart {
   static constexpr std::string_view kKind = "attention";
   int64_t heads, kv_heads, width, window;
-  bool interleaved;
+  bool interleaved, borrowed;
   double scale, softcap;
   Maybe sinks;
   LinearPart qkv, out;
-  std::optional<NormPart> q_norm, k_norm;
+  std::optional<NormPart> q_norm, k_norm, v_norm;
   Storage keys, values;
-  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, scale, softcap, sinks, qkv, out, q_norm, k_norm, keys,
-                values)
+  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, scale, softcap, sinks, qkv, out, q_norm, k_norm,
+                v_norm, keys, values)
 
-  int64_t all_heads() const { return heads + 2 * kv_heads; }
+  int64_t all_heads() const { return borrowed ? heads : heads + 2 * kv_heads; }
 };
 struct MlpPart {
   static constexpr std::string_view kKind = "mlp";
@@ -84,8 +85,11 @@ struct RouterPart {
   double eps, least, scale, fill;
   Maybe weight, bias, correction;
   Maybe fed_index, fed_weights;  // [tokens, K] in place of the router's own, unless empty
+  std::optional<NormPart> norm;  // logits are of norm(x) * gain * factor
+  Maybe gain, gains;             // [H]; [E], by which the weights are multiplied
+  double factor;
   INFUSE_FIELDS(top_k, logits, score, rounded_score, weights, normalise, cast, in_order, groups, kept, by_best, eps,
-                least, scale, fill, weight, bias, correction, fed_index, fed_weights)
+                least, scale, fill, weight, bias, correction, fed_index, fed_weights, norm, gain, gains, factor)
 };
 // Both matrices hold all experts, one after another.
 struct ExpertsPart {
@@ -107,7 +111,15 @@ struct MoePart {
   ExpertsPart experts;
   std::optional<MlpPart> shared;
   Maybe shared_gate;
-  INFUSE_FIELDS(router, averages, scale, experts, shared, shared_gate)
+  std::optional<NormPart> norm, post;  // of the input, which the router sees without it; of the result
+  INFUSE_FIELDS(router, averages, scale, experts, shared, shared_gate, norm, post)
+};
+// projection(act(gate(x)) * the call's value).
+struct LayerInputPart {
+  static constexpr std::string_view kKind = "layer_input";
+  int64_t act;
+  LinearPart gate, projection;
+  INFUSE_FIELDS(act, gate, projection)
 };
 // A decoder's table of tokens, for values of `width` columns of this type; and its product after the last block.
 template <>
@@ -164,7 +176,7 @@ struct Step {
   static constexpr std::string_view kKind = "step";
   Does does;
   double scale;  // of the branch that is added
-  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart, TablePart, HeadPart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart, LayerInputPart, TablePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
 };
 // Few tokens of a decoder, or many of an encoder.
@@ -204,7 +216,7 @@ inline bool alike(const Maybe& t, ScalarType type, int64_t size) {
 }
 
 inline bool takes(const NormPart& norm, ScalarType type, int64_t columns) {
-  return alike(norm.weight, type, columns) && alike(norm.bias, type, columns);
+  return alike(norm.weight, type, norm.kind == NormKind::factor ? 1 : columns) && alike(norm.bias, type, columns);
 }
 
 // True if the norm spans all heads at once, false if it is per head.
@@ -231,7 +243,8 @@ inline bool takes(const LinearPart& linear, ScalarType type, int64_t inputs, int
 
 inline bool takes(const AttentionPart& a, ScalarType type, int64_t columns) {
   return takes(a.qkv, type, columns, a.all_heads() * a.width) && takes(a.out, type, a.heads * a.width, columns) &&
-         takes(a.q_norm, type, a.heads, a.width) && takes(a.k_norm, type, a.kv_heads, a.width);
+         takes(a.q_norm, type, a.heads, a.width) && takes(a.k_norm, type, a.kv_heads, a.width) &&
+         takes(a.v_norm, type, a.kv_heads, a.width);
 }
 
 inline bool takes(const MlpPart& mlp, ScalarType type, int64_t columns) {
@@ -251,7 +264,10 @@ inline bool takes(const RouterPart& router, ScalarType type, int64_t columns) {
   const Maybe& correction = router.correction;
   const bool corrects = !correction || (is_float(correction->scalar_type()) && correction->numel() == experts &&
                                         correction->is_contiguous());
-  return corrects && alike(router.bias, weight.scalar_type(), experts) && router.top_k >= 1 && router.top_k <= experts;
+  const bool normed = (!router.norm || takes(*router.norm, type, columns)) && alike(router.gain, type, columns) &&
+                      alike(router.gains, type, experts);
+  return corrects && normed && alike(router.bias, weight.scalar_type(), experts) && router.top_k >= 1 &&
+         router.top_k <= experts;
 }
 
 inline bool takes(const ExpertsPart& experts, ScalarType type, int64_t columns) {
@@ -264,7 +280,13 @@ inline bool takes(const MoePart& moe, ScalarType type, int64_t columns) {
   const Maybe& gate = moe.shared_gate;
   const bool gated = !gate || (gate->scalar_type() == type && gate->dim() == 2 && gate->size(0) == 1 &&
                                gate->size(1) == columns && gate->is_contiguous());
-  return gated && takes(moe.router, type, columns) && takes(moe.experts, type, columns);
+  const bool normed = (!moe.norm || takes(*moe.norm, type, columns)) && (!moe.post || takes(*moe.post, type, columns));
+  return gated && normed && takes(moe.router, type, columns) && takes(moe.experts, type, columns);
+}
+
+inline bool takes(const LayerInputPart& part, ScalarType type, int64_t columns) {
+  return takes(part.gate, type, columns, part.gate.outputs) &&
+         takes(part.projection, type, part.gate.outputs, columns);
 }
 
 inline bool takes(const TablePart& table, ScalarType type, int64_t columns) {
@@ -307,6 +329,7 @@ bool run(const Program& program, M& m) {
     }
     if (step.does != Does::norm_branch) m.y = m.x;  // the old y is no longer needed
     if (step.does == Does::norm || step.does == Does::norm_stream) {
+      if (!norm) continue;  // y = x
       m.y = m.norm(*norm, m.x);
       if (step.does == Does::norm_stream) m.x = m.y;
       continue;

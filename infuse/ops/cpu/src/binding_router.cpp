@@ -172,11 +172,31 @@ void weigh(const RouterPart& r, Floats& weight, Type type, Type to) {
 
 }  // namespace
 
-Routes route(const RouterPart& r, const Array& x, int64_t tokens) {
+namespace {
+
+// norm(x) * gain * factor, each rounded.
+Array normed(const RouterPart& r, const Array& x) {
+  const Array even = array_as(x), gained = array_as(x), made = array_as(x);
+  norm(r.norm->rule(), x, even);
+  norm({r.gain, {}, 0.0, 0.0, false, true}, even, gained);
+  const void* from[] = {gained.const_data_ptr()};
+  const float factor = float(r.factor);
+  kernels().experts.weigh({from, &factor, 1, made.mutable_data_ptr(), type_of(made)}, 0, made.numel());
+  return made;
+}
+
+}  // namespace
+
+Routes route(const RouterPart& r, const Array& given, int64_t tokens) {
+  const Array x = r.norm ? normed(r, given) : given;
   Routes routes{logits_of(r, x, tokens), {}, Type::f32, {}};
   const Type picked = choose(r, scores_of(r, routes.logits), routes.index, routes.weights);
   routes.weight_type = r.cast == CastTo::none ? picked : type_of(r.cast == CastTo::logits ? Array(routes.logits) : x);
   weigh(r, routes.weights, picked, routes.weight_type);
+  if (r.gains) {
+    const Floats gains = floats_of(*r.gains);
+    for (size_t i = 0; i < routes.weights.size(); ++i) routes.weights[i] *= gains[size_t(routes.index[i])];
+  }
   if (r.fed_index && r.fed_index->numel()) {
     const auto* index = static_cast<const int64_t*>(r.fed_index->const_data_ptr());
     STD_TORCH_CHECK(r.fed_index->size(0) == tokens, "routes for ", r.fed_index->size(0), " tokens, not ", tokens);
