@@ -20,7 +20,7 @@ from infuse.plan.found import models_around
 from infuse.plan.step import Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
-from infuse.proof.in_place import in_place_mismatch
+from infuse.proof.in_place import Caller, in_place_mismatch
 from infuse.weights.undo import put
 
 NOT_RUN = "the original does not run on random inputs of its own"
@@ -55,9 +55,21 @@ def of_called(trial: Trial, step: Step, cases: list[Case]) -> str | None:
     caller = trial.callers.pop(step.path, None)  # pop it to free its recorded arguments
     if mismatch or caller is None:
         return mismatch
-    source, dtype = trial.builder.source, like(trial.model.get_submodule(step.path)).dtype
-    with source.loaded(step.path):  # in the model's own dtype, which the chosen bodies may not support
-        new = trial.builder.built(step if dtype == trial.plan.dtype else replace(step, bodies=()), dtype=None)
+    if caller.module not in trial.callers_with_all:
+        waiting = [path for path, other in trial.callers.items() if other.module is caller.module]
+        steps = {caller.path: step, **{trial.callers[path].path: trial.called[path] for path in waiting}}
+        with_all = compare.attempted(partial(_in_caller, trial, caller, steps)) if waiting else ""
+        trial.callers_with_all[caller.module] = with_all is None
+    return None if trial.callers_with_all[caller.module] else _in_caller(trial, caller, {caller.path: step})
+
+
+def _in_caller(trial: Trial, caller: Caller, steps: Mapping[str, Step]) -> str | None:
+    """Compare the results of the calling module with the new modules of steps at these paths in it, and without."""
+    source, new = trial.builder.source, dict[str, nn.Module]()
+    for path, step in steps.items():
+        dtype = like(trial.model.get_submodule(step.path)).dtype
+        with source.loaded(step.path):  # in the model's own dtype, which the chosen bodies may not support
+            new[path] = trial.builder.built(step if dtype == trial.plan.dtype else replace(step, bodies=()), dtype=None)
     with source.running():
         return in_place_mismatch(caller, new)
 

@@ -20,7 +20,8 @@ from infuse.proof.in_place import Caller
 class Trial:
     """State of the proofs. `calls`: calls of modules by path, recorded in a step of the model's pipeline.
 
-    `callers`: of linears and experts, by path. `interpretations`: key of a layer that keeps its forward → number of the
+    `called`: steps of linears and experts, by path, and `callers`: of these. `callers_with_all`: whether a caller gives
+    the same with all of its new ones. `interpretations`: key of a layer that keeps its forward → number of the
     proven interpretation. `modules`: proven modules that can be put in.
     """
 
@@ -28,7 +29,9 @@ class Trial:
     config: InferenceConfig
     builder: Builder
     calls: Mapping[str, Call] = field(default_factory=dict)
+    called: dict[str, Step] = field(default_factory=dict)
     callers: dict[str, Caller] = field(default_factory=dict)
+    callers_with_all: dict[nn.Module, bool] = field(default_factory=dict)
     interpretations: dict[tuple, int] = field(default_factory=dict)
     modules: list[tuple[Step, nn.Module]] = field(default_factory=list)
     _keys: dict[int, tuple[Step, tuple]] = field(default_factory=dict)  # by id of the step, which is kept alive here

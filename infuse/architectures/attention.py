@@ -246,9 +246,9 @@ class Attention:
     `clip`: attributes of `module`. Separate values may be the keys, before norm and rotation. `lends`: the name under
     which keys and values are passed to later layers, `borrows`: the layer that lends them. `inverted_mask`: True in the
     mask means hidden. `norm_after`: q_norm and k_norm follow the rotation. `grows`: queries grow with positions
-    (Growth). `passes`: keywords that the module passes to its attention function, each with the attribute (or config
-    key) to pass and, optionally, an attribute that is set only in layers that pass it; others pass None. `by_name`:
-    False if the module computes its scores itself.
+    (Growth). `out_norm`: of the attended heads together, before `out`. `passes`: keywords that the module passes to its
+    attention function, each with the attribute (or config key) to pass and, optionally, an attribute that is set only
+    in layers that pass it; others pass None. `by_name`: False if the module computes its scores itself.
     """
 
     module: str
@@ -261,6 +261,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     v_norm: Norm | None = None
+    out_norm: Norm | None = None
     softcap: str | None = None
     clip: str | None = None
     window: Window | None = None
@@ -317,6 +318,7 @@ class Attention:
             growth=Growth.bind(binder) if self.grows else None,
             by_name=self.by_name,
             v_norm=self._v_norm(binder, name, width),
+            out_norm=None if self.out_norm is None else self.out_norm.bind(binder, f"{name}.out_norm"),
             lends=self.lends,
             borrows=self.borrows,
         )
@@ -467,6 +469,7 @@ class AttentionShape(MixerShape):
     growth: Growth | None = None
     by_name: bool = True
     v_norm: NormShape | None = None
+    out_norm: NormShape | None = None
     lends: str = ""
     borrows: Lender | None = None
     first_kv_head: int = 0
@@ -542,6 +545,7 @@ class AttentionShape(MixerShape):
             out_bias=self.out_bias and share.is_first,
             q_norm=self._norm_of_rank(self.q_norm, share.count(HEADS), 1),
             k_norm=self._norm_of_rank(self.k_norm, share.count(KV_HEADS), sharers),
+            out_norm=self._norm_of_rank(self.out_norm, share.count(HEADS), 1),
             first_head=share.own[HEADS][0],
             first_kv_head=share.own[KV_HEADS][0],
             head_counts=share.counts(HEADS),
@@ -553,6 +557,7 @@ class AttentionShape(MixerShape):
             ("q_norm", self.q_norm, HEADS, self.heads),
             ("k_norm", self.k_norm, KV_HEADS, self.kv_heads),
             ("v_norm", self.v_norm, KV_HEADS, self.kv_heads),
+            ("out_norm", self.out_norm, HEADS, self.heads),
         )
         return [(name, norm, unit, count) for name, norm, unit, count in norms if norm is not None]
 

@@ -28,6 +28,13 @@ LLAMA = LayerSpec(
 QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
 WINDOW = (("sliding_window", "sliding_window"),)
 
+# Norms inside attention and MLP, which reading does not know.
+BITNET = LLAMA.but(
+    layer=_M + "bitnet.modeling_bitnet.BitNetDecoderLayer",
+    attn=dict(out_norm=Norm("self_attn.attn_sub_norm", RMS)),
+    mlp=dict(norm=Norm("mlp.ffn_sub_norm", RMS)),
+)
+
 # The graph has sinks as the gradient of a logarithm of sums: read, they would be another attention.
 SINKS = dict(sinks=Sinks("self_attn.sinks"), passes=(*WINDOW, ("s_aux", "sinks")))
 GRANITE_SINKS = dict(
@@ -55,4 +62,4 @@ MINISTRAL3 = LLAMA.but(
     layer=_M + "ministral3.modeling_ministral3.Ministral3DecoderLayer", attn=dict(grows=True, passes=WINDOW)
 )
 
-SPECS = (LLAMA, MINISTRAL3, GRANITE_SWA, STABLELM, STABLELM_PARALLEL)
+SPECS = (LLAMA, BITNET, MINISTRAL3, GRANITE_SWA, STABLELM, STABLELM_PARALLEL)

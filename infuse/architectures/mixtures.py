@@ -131,9 +131,8 @@ QWEN2_MOE = LLAMA.but(
 MELLUM = QWEN3_MOE.but(layer=_M + "mellum.modeling_mellum.MellumDecoderLayer")
 OLMOE = _MISTRAL.but(
     layer=_M + "olmoe.modeling_olmoe.OlmoeDecoderLayer",
-    attn=QK_NORM,
+    attn={**QK_NORM, "clip": "config.clip_qkv"},
     mlp=MoE(QWEN_ROUTER),
-    expect=(("clip_qkv", None),),
 )
 FLEX_OLMO = LLAMA.but(
     layer=_M + "flex_olmo.modeling_flex_olmo.FlexOlmoDecoderLayer",

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from infuse.activations import Act
 from infuse.architectures.bind import Binder
-from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share, named
+from infuse.architectures.norm import Norm, NormShape
+from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, Parameter, PartShape, Share, inside, named
+from infuse.errors import SpecMismatch
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,17 @@ class MLP:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(norm(act(gate(x)) * up(x))); most have no such norm."""
 
     gate: str
     up: str
     down: str
     activation: str | Act = "hidden_act"
+    norm: Norm | None = None
 
     def bind(self, binder: Binder, name: str) -> MLPShape:
-        return _bind(binder, name, (self.gate, self.up), self.down, self.activation, gated=True)
+        bound = _bind(binder, name, (self.gate, self.up), self.down, self.activation, gated=True)
+        return bound if self.norm is None else replace(bound, norm=self.norm.bind(binder, f"{name}.norm"))
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def _bind(
 
 @dataclass(frozen=True)
 class MLPShape(PartShape):
-    """Dimensions and settings of one MLP. If `gated`, its first linear is [gate | up]."""
+    """Dimensions and settings of one MLP. If `gated`, its first linear is [gate | up]. `norm`: of inner features."""
 
     hidden: int
     inner: int
@@ -71,6 +75,7 @@ class MLPShape(PartShape):
     activation: str
     in_bias: bool
     out_bias: bool
+    norm: NormShape | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -84,7 +89,13 @@ class MLPShape(PartShape):
     @property
     def ops(self) -> tuple[str, ...]:
         """The op after the first product; both run as one op if nothing comes between them."""
-        return ("gated_activation" if self.gated else "activation",)
+        return ("gated_activation" if self.gated else "activation", *(self.norm.ops if self.norm else ()))
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(inside("norm", parameter) for parameter in self.norm.parameters) if self.norm else ()
 
     def of_rank(self, share: Share) -> MLPShape:
+        if self.norm is not None:
+            raise SpecMismatch("MLP", ["normalises the inner features of all ranks"])
         return replace(self, inner=share.count(INNER), out_bias=self.out_bias and share.is_first)

@@ -38,9 +38,10 @@ def sounds(model: nn.Module, names: Collection[str], make: MakeTensor, batch: in
         channels = getattr(config, "audio_channels", None) or 1
         shape = (batch, channels, length) if _has_channels(config) else (batch, length)
         return {main: make("values", shape)}
-    frames = 2 * (getattr(config, "n_window", None) or getattr(config, "max_source_positions", None) or _FEATURES // 2)
     bins = _bins(config, first)
     frames_last = isinstance(first, nn.Conv1d) and not hasattr(config, "input_feat_per_channel")
+    most = getattr(config, "max_source_positions", None) if frames_last else None  # Whisper takes exactly so many
+    frames = 2 * (getattr(config, "n_window", None) or most or _FEATURES // 2)
     frames_first = not frames_last and not hasattr(config, "n_window")
     made = {main: make("values", (batch, frames, bins) if frames_first else (batch, bins, frames))}
     if "feature_lens" in names:  # of Qwen: all sounds in one row of frames

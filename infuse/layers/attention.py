@@ -60,6 +60,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         self.add_module("v_norm", Norm(shape.v_norm, bodies) if shape.v_norm else None)
+        self.add_module("out_norm", Norm(shape.out_norm, bodies) if shape.out_norm else None)
         if shape.borrows is not None:
             self._index = shape.borrows.index
         if shape.sinks:  # else there is no such attribute, which transformers' paged attention asks for
@@ -91,13 +92,14 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         if packed is not None:
             qkv = packed.spread(qkv)
         batch, tokens, _ = qkv.shape
-        if shape.clip:
-            qkv = qkv.clamp(-shape.clip, shape.clip)
         if not shape.norm_after and not parts["q_norm"] is parts["k_norm"] is parts["v_norm"] is None:
             qkv = self._normalised(qkv)
+        if shape.clip:
+            qkv = qkv.clamp(-shape.clip, shape.clip)
         qkv_BTND = qkv.view(batch, tokens, self._all_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
+            out = self._out_normed(out)
             out = out if gate is None else self._gated(out, gate)
             return product(parts["out"], out, None, residual), weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
@@ -134,6 +136,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         out = out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)
         if packed is not None:
             out = packed.taken(out)
+        out = self._out_normed(out)
         if gate is not None:
             out = self._gated(out, gate)
         return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
@@ -145,7 +148,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
                 "q, k and v are clipped": shape.clip,
                 "q and k are normalised after the rotation": shape.norm_after,
                 "attention has an output gate": shape.gate is not None,
-                "an encoder normalises values": to.of_encoder and shape.v_norm is not None,
+                "an encoder normalises values or heads": to.of_encoder and (shape.v_norm or shape.out_norm),
                 "ranks share the heads": shape.head_counts,
                 "an encoder's attention has a window": to.of_encoder and shape.window,
                 "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, _BIASES),
@@ -155,7 +158,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         to.put(interleaved=self.positions.interleaved, borrowed=shape.borrows is not None)
         to.put_reals(scale=shape.scale, softcap=shape.softcap)
         to.tensor("sinks")
-        for name in ("qkv", "out", "q_norm", "k_norm", "v_norm"):
+        for name in ("qkv", "out", "q_norm", "k_norm", "v_norm", "out_norm"):
             to.part(name)
         to.storage("keys", "values")
 
@@ -323,6 +326,14 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             return torch.cat((q, k, v), dim=-1)
         q, k = _normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads)
         return torch.cat((q, k, v), dim=-1)
+
+    def _out_normed(self, out: Tensor) -> Tensor:
+        norm: Norm | None = self._modules["out_norm"]  # type: ignore[assignment]
+        if norm is None:
+            return out
+        if norm.shape.whole:
+            return self._over_ranks((out, norm, self.shape.heads))[0]
+        return direct(norm, out)
 
     def _over_ranks(self, *given: tuple[Tensor, Norm | None, int]) -> list[Tensor]:
         """Apply RMS norms over the heads of all ranks. One all-reduce adds up the squares for all norms."""

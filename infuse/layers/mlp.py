@@ -10,8 +10,9 @@ from infuse import ops
 from infuse.architectures.mlp import MLPShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import Settled
-from infuse.layers.linear import product, takes_around
-from infuse.layers.native_part import NativePart, PartWriter
+from infuse.layers.linear import direct, product, takes_around
+from infuse.layers.native_part import NativePart, PartWriter, decline_if
+from infuse.layers.norm import Norm
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 
@@ -27,6 +28,7 @@ class MLP(Settled, NativePart):
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
         self.activation, self.gated = shape.activation, shape.gated
         self.up, self.down = context.linear(up), context.linear(down)
+        self.add_module("norm", Norm(shape.norm, bodies) if shape.norm else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
@@ -39,9 +41,13 @@ class MLP(Settled, NativePart):
             inner = product(up, x, norm, None, self.activation, self.gated)
         else:
             inner = self._act(product(up, x, norm), self.activation)
+        if held["norm"] is not None:
+            inner = direct(held["norm"], inner)
         return product(held["down"], inner, None, residual)
 
     def native(self, to: PartWriter) -> None:
+        decline_if({"an encoder's MLP has a norm inside": to.of_encoder and self._modules["norm"] is not None})
         to.put(act=ACTIVATION_NUMBERS[self.activation], gated=self.gated)
         to.part("up")
         to.part("down")
+        to.part("norm")

@@ -1,8 +1,9 @@
 """Prove a linear inside the module that calls it, because a caller may read more of a linear than its output.
 
 One run of the model on random inputs, with few of its layers, finds each linear's caller and its arguments. The caller
-then runs twice: with the new linear in place of the original, and with the original using the new one's forward. Both
-must give the same result, whatever rounding the new linear adds. It runs in the model's own dtype, as recorded.
+then runs twice: with new linears in place of the originals, and with the originals using the new ones' forwards. Both
+must give the same result, whatever rounding the new linears add. It runs in the model's own dtype, as recorded, and
+once for all of its linears, because it may be slow.
 """
 
 from __future__ import annotations
@@ -136,21 +137,26 @@ def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Ca
         return _Recorder(model, linears, short=False).run()
 
 
-def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
-    """Return why `caller` behaves differently with `new` than with the current linear; None if it does not."""
-    old = caller.module.get_submodule(caller.path)
-    places = places_of([old], caller.module)[id(old)]  # the caller may use it in several places
-    with answered_by(old, new.forward):
-        wanted = _tensors(_run(caller, (old, new)))
+def in_place_mismatch(caller: Caller, linears: Mapping[str, nn.Module]) -> str | None:
+    """Return why `caller` behaves differently with these at their paths than with its linears; None if it does not."""
+    found = [(caller.module.get_submodule(path), new) for path, new in linears.items()]
+    places = places_of([old for old, _ in found], caller.module)  # the caller may use one in several places
+    keep = tuple(module for pair in found for module in pair)
+    with ExitStack() as answers:
+        for old, new in found:
+            answers.enter_context(answered_by(old, new.forward))
+        wanted = _tensors(_run(caller, keep))
     try:
-        for holder, name in places:
-            holder._modules[name] = new
-        actual = _tensors(_run(caller, (old, new)))
+        for old, new in found:
+            for holder, name in places[id(old)]:
+                holder._modules[name] = new
+        actual = _tensors(_run(caller, keep))
     except Exception as error:  # e.g. it reads an attribute that the new linear lacks
         return f"{type(caller.module).__name__} around it fails with the new linear: {in_brief(error)}"
     finally:
-        for holder, name in places:
-            holder._modules[name] = old
+        for old, _ in found:
+            for holder, name in places[id(old)]:
+                holder._modules[name] = old
     if len(actual) == len(wanted) and all(_same(a, b) for a, b in zip(actual, wanted, strict=True)):
         return None
     return f"{type(caller.module).__name__} around it reads more of it than what it returns, and gives other values"

@@ -36,6 +36,7 @@ PART_BY_PART = {
     ),
     "phimoe": "sparse mixer",
     "hunyuan-moe": "norms after the rotation",
+    "olmoe-clip": "clipped",
     "afmoe": "output gate",
     "laguna": "output gate",
     "laguna-channels": "output gate",

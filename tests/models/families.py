@@ -105,6 +105,7 @@ LLAMA = [
     Family("qwen2", t.Qwen2Config, t.Qwen2ForCausalLM, values=GQA),
     Family("qwen2-window", t.Qwen2Config, t.Qwen2ForCausalLM,
            values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+    Family("bitnet", t.BitNetConfig, t.BitNetForCausalLM, values=GQA),
     Family("qwen3", t.Qwen3Config, t.Qwen3ForCausalLM, values=dict(GQA, head_dim=16)),
     Family("phi3", t.Phi3Config, t.Phi3ForCausalLM, values=GQA),
     Family("gemma", t.GemmaConfig, t.GemmaForCausalLM, values=dict(GQA, head_dim=16)),
@@ -237,6 +238,12 @@ MIXTURES = [
         values=dict(_MOE, num_experts=6, shared_expert_intermediate_size=56, decoder_sparse_step=1),
     ),
     Family("olmoe", t.OlmoeConfig, t.OlmoeForCausalLM, values=dict(GQA, num_experts=6, num_experts_per_tok=3)),
+    Family(
+        "olmoe-clip",
+        t.OlmoeConfig,
+        t.OlmoeForCausalLM,
+        values=dict(GQA, num_experts=6, num_experts_per_tok=3, clip_qkv=0.8),
+    ),
     Family(
         "flex-olmo", t.FlexOlmoConfig, t.FlexOlmoForCausalLM, values=dict(GQA, num_experts=4, num_experts_per_tok=2)
     ),

@@ -15,6 +15,7 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
+import infuse.apply.mismatch as proof_of_called
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.plan import Plan
 from infuse.proof.in_place import find_callers
@@ -116,6 +117,47 @@ def test_one_caller_does_not_speak_for_another() -> None:
     engine = infuse.init_inference(model, dtype="fp32", quant="int8:16")
     kinds = [type(layer.up) is QuantizedLinear for layer in engine.module.layers]
     assert kinds == [True, False, True]
+
+
+class CallsThree(nn.Module):
+    """Calls three linears of three sizes, and may read the weight of the second. Notes when it runs."""
+
+    runs: list[int] = []
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(WIDTH, 48), nn.Linear(48, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.append(1)
+        part = self.part()
+        y = part(self.first(x))
+        return self.third(y + part.weight.to(y.dtype).mean() if self.reads else y)
+
+    def part(self) -> nn.Module:
+        return self.second
+
+
+def test_a_caller_runs_once_for_all_of_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reads, runs in ((False, 2), (True, 2 + 3 * 2)):  # with one that is refused, each is tried alone
+        monkeypatch.setattr(CallsThree, "reads", reads)
+        monkeypatch.setattr(CallsThree, "runs", [])
+        noted: list[int] = []
+        found = proof_of_called.in_place_mismatch
+
+        def counting(*given: Any, found: Any = found, noted: list[int] = noted) -> Any:
+            before = len(CallsThree.runs)
+            result = found(*given)
+            noted.append(len(CallsThree.runs) - before)
+            return result
+
+        monkeypatch.setattr(proof_of_called, "in_place_mismatch", counting)
+        _, _, plan, model = made(CallsThree, quant="int8:16")
+        assert sum(noted) - 2 == runs  # 2 for the head's caller
+        kinds = [type(linear) is QuantizedLinear for linear in model.layers[0].children()]
+        assert kinds == [True, not reads, True]
+        monkeypatch.undo()
 
 
 def test_a_model_that_cannot_be_run_is_proven_alone_and_says_so() -> None:

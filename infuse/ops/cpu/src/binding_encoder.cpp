@@ -33,13 +33,13 @@ struct Demand {
         heads = a->heads;
         read = std::max(read, heads * a->width), inner = std::max(inner, (a->all_heads() + heads) * a->width);
         codes |= a->qkv.code >= 0 || a->out.code >= 0;
-        taken &= !a->q_norm && !a->k_norm && !a->sinks && heads * a->width % 2 == 0;
+        taken &= !a->q_norm && !a->k_norm && !a->v_norm && !a->out_norm && !a->sinks && heads * a->width % 2 == 0;
         taken &= tiles_take(type, a->width, heads, a->kv_heads);
       } else if (const auto* mlp = std::get_if<MlpPart>(&step.part)) {
         read = std::max(read, mlp->inner()), inner = std::max(inner, mlp->inner());
         codes |= mlp->up.code >= 0 || mlp->down.code >= 0;
         const int64_t unit = mlp->gated && mlp->up.code >= 0 ? 16 : 2;  // no panel may hold both gates and up values
-        taken &= mlp->inner() % unit == 0;
+        taken &= !mlp->norm && mlp->inner() % unit == 0;
       }
     }
     taken &= columns % 2 == 0 && tiles_of(kernels().linear.tiles, type);

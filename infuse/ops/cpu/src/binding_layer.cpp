@@ -107,13 +107,17 @@ struct StepMachine {
     const bool causal = !given.mask || a.window > 0;
     const bool done = attend(q, *keys, *values, given.start + tokens, given.mask, given.bias, a.scale, causal, a.window,
                              a.softcap, a.sinks, attended);
-    return done ? times(a.out, attended, *from) : std::nullopt;
+    if (!done || !a.out_norm) return done ? times(a.out, attended, *from) : std::nullopt;
+    const Array rows = array({batch, tokens, a.heads * a.width}, *from);
+    std::memcpy(rows.mutable_data_ptr(), attended.const_data_ptr(), size_t(rows.numel()) * rows.element_size());
+    return times(a.out, *norm(*a.out_norm, rows), *from);
   }
   Maybe apply(const MlpPart& a, const Maybe& from) const {
     const Array inner = array_rows(*from, a.up.outputs), active = array_rows(*from, a.inner());
     multiply(a.up, *from, inner, given.once);
     const bool done = a.gated ? gated_activation(inner, a.act, active) : activation(inner, a.act, active);
-    return done ? times(a.down, active, *from) : std::nullopt;
+    if (!done) return std::nullopt;
+    return times(a.down, a.norm ? *norm(*a.norm, active) : active, *from);
   }
   Maybe apply(const LayerInputPart& a, const Maybe& from) const {
     const int64_t width = a.gate.outputs, rows = from->numel() / from->size(2);

@@ -48,10 +48,10 @@ struct AttentionPart {
   double scale, softcap;
   Maybe sinks;
   LinearPart qkv, out;
-  std::optional<NormPart> q_norm, k_norm, v_norm;
+  std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
   Storage keys, values;
   INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, scale, softcap, sinks, qkv, out, q_norm, k_norm,
-                v_norm, keys, values)
+                v_norm, out_norm, keys, values)
 
   int64_t all_heads() const { return borrowed ? heads : heads + 2 * kv_heads; }
 };
@@ -60,7 +60,8 @@ struct MlpPart {
   int64_t act;
   bool gated;
   LinearPart up, down;
-  INFUSE_FIELDS(act, gated, up, down)
+  std::optional<NormPart> norm;  // of the inner values
+  INFUSE_FIELDS(act, gated, up, down, norm)
 
   int64_t inner() const { return up.outputs / (gated ? 2 : 1); }
 };
@@ -244,11 +245,13 @@ inline bool takes(const LinearPart& linear, ScalarType type, int64_t inputs, int
 inline bool takes(const AttentionPart& a, ScalarType type, int64_t columns) {
   return takes(a.qkv, type, columns, a.all_heads() * a.width) && takes(a.out, type, a.heads * a.width, columns) &&
          takes(a.q_norm, type, a.heads, a.width) && takes(a.k_norm, type, a.kv_heads, a.width) &&
-         takes(a.v_norm, type, a.kv_heads, a.width);
+         takes(a.v_norm, type, a.kv_heads, a.width) &&
+         (!a.out_norm || takes(*a.out_norm, type, a.heads * a.width));
 }
 
 inline bool takes(const MlpPart& mlp, ScalarType type, int64_t columns) {
-  return takes(mlp.up, type, columns, mlp.up.outputs) && takes(mlp.down, type, mlp.inner(), columns);
+  return takes(mlp.up, type, columns, mlp.up.outputs) && takes(mlp.down, type, mlp.inner(), columns) &&
+         (!mlp.norm || takes(*mlp.norm, type, mlp.inner()));
 }
 
 inline bool is_float(ScalarType type) {
