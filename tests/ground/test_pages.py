@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from collections.abc import Callable
@@ -58,6 +59,45 @@ def test_large_pages_are_given() -> None:
             if not all(before and after for before, _, after in rounds):
                 pytest.skip("the system has too few large pages left for one who asks for them")
             pytest.fail("no large pages, where others got them just before and just after")
+
+
+def huge_kilobytes_around(address: int) -> int:
+    """Of the pages around it that the process has asked about alike."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        first, _, rest = line.partition("-")
+        last = rest.partition(" ")[0]
+        if all(char in "0123456789abcdef" for char in first) and int(first, 16) <= address < int(last, 16):
+            return next(int(each.split()[1]) for each in lines if each.startswith("AnonHugePages"))
+    return 0
+
+
+def collapses() -> bool:
+    """Whether this system moves memory that was touched before to large pages on request."""
+    size, before = 1 << 24, huge_kilobytes()
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.write(b"1" * size)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), memory._MADV_COLLAPSE)
+    return huge_kilobytes() - before >= size // 1024 // 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_was_used_before_gets_them_too() -> None:
+    """A process that has run for a while gives free parts of its heap to new tensors. Where Linux collapses pages."""
+    torch.ones(1 << 22)  # freed: from now on the heap holds tensors of 16 MB
+    small = [torch.ones(1 << 18) for _ in range(200)]
+    last = torch.ones(1 << 18)  # so that the memory of those stays with the process
+    addresses = range(small[0].data_ptr(), small[-1].data_ptr())
+    del small
+    made = memory.empty((1 << 26,), torch.int8).fill_(1)
+    granted = huge_kilobytes_around(made.data_ptr() + made.nbytes // 2)
+    if made.data_ptr() not in addresses:
+        pytest.skip("the new tensor got fresh memory")
+    if granted < (1 << 25) // 1024 and not collapses():
+        pytest.skip(f"the system collapsed {granted} kB")
+    assert granted >= (1 << 25) // 1024
+    assert last.sum() == 1 << 18 and made.sum() == 1 << 26
 
 
 def test_nothing_is_copied_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
