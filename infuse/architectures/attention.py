@@ -63,7 +63,7 @@ class Rotary:
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
     although the pairs are interleaved. `once`: cos and sin have one column per pair. `sin_first`: (sin, cos) is passed.
     `flat`: cos and sin are [tokens, width], for all texts alike. `prefix`: they have no rows for the first tokens,
-    which are not turned.
+    which are not turned. `is_complex`: one tensor [batch or 1, tokens, width / 2] of cos + i sin is passed.
     """
 
     interleaved: bool = False
@@ -74,6 +74,7 @@ class Rotary:
     sin_first: bool = False
     flat: bool = False
     prefix: bool = False
+    is_complex: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,15 @@ class GateShape:
 
 @dataclass(frozen=True)
 class Growth:
-    """Queries at position p are multiplied by 1 + beta log(1 + floor(p / every)) (Llama 4)."""
+    """Queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / every)) (Llama 4).
+
+    `counted`: a token's position is its index in the cache, padding included, whatever positions the model passes.
+    """
 
     beta: float
     every: float
+    offset: float = 0.0
+    counted: bool = False
 
     @classmethod
     def bind(cls, binder: Binder) -> Growth:
@@ -222,7 +228,8 @@ class Growth:
         if not all(isinstance(number, (int, float)) for number in found):
             binder.differ(f"config.rope_parameters has {found} for the growth of queries, not two numbers")
             return cls(0.0, 1.0)
-        return cls(*map(float, found))
+        beta, every = map(float, found)
+        return cls(beta, every)
 
 
 @dataclass(frozen=True)
@@ -291,6 +298,10 @@ class Attention:
         if out.columns != heads * width:
             binder.differ(f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}")
         position = self._position(binder, name)
+        q_norm, k_norm = (
+            None if norm is None else self._head_norm(binder, f"{name}.{target}", width, norm)
+            for target, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm))
+        )
         return AttentionShape(
             name=name,
             hidden=hidden,
@@ -306,20 +317,28 @@ class Attention:
             window=self._window(binder),
             causal=bool(getattr(binder.module(self.module), "is_causal", self.causal)),
             inverted_mask=self.inverted_mask,
-            q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{name}.q_norm", optional=True),
-            k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{name}.k_norm", optional=True),
+            q_norm=q_norm,
+            k_norm=k_norm,
             passes=self._passed(binder),
-            norm_after=self.norm_after,
+            norm_after=self.norm_after and not q_norm is k_norm is None,
             gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
             replaces=(*((f"{self.module}.{self.inner}",) if self.inner else ()), self.module),
             sinks=self._sinks(binder, name, heads),
             sinks_in_weights=self.sinks is not None and self.sinks.in_weights,
-            growth=Growth.bind(binder) if self.grows else None,
+            growth=self._growth(binder),
             by_name=self.by_name,
             v_norm=self._v_norm(binder, name, width),
             lends=self.lends,
             borrows=self.borrows,
         )
+
+    def _growth(self, binder: Binder) -> Growth | None:
+        return Growth.bind(binder) if self.grows else None
+
+    def _head_norm(self, binder: Binder, name: str, width: int, declared: Norm) -> NormShape | None:
+        """A norm of queries or keys. One without a weight may not tell its width: that of a head."""
+        norm = declared.bind(binder, name, optional=True)
+        return replace(norm, width=width) if norm is not None and not norm.width else norm
 
     def _v_norm(self, binder: Binder, name: str, width: int) -> NormShape | None:
         """A norm over each head of the values, which has no weight."""

@@ -122,7 +122,6 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
         sinks = self._parameters.get("sinks")
-        q = self._grown(q, inputs)
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
         weights = None
         if inputs.want_weights:
@@ -161,8 +160,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         cache, mask, (batch, tokens, _) = inputs.cache, inputs.mask, x_BTC.shape
-        growth = self.shape.growth
-        if growth is not None and not bool((grown(growth, inputs) == 1).all()):
+        growth = self._growth(inputs, tokens, x_BTC.device)
+        if growth is not None and not bool((growth == 1).all()):
             return None
         if cache is None:
             mask = None if mask is None else self.allowed(mask, tokens, x_BTC.dtype)
@@ -221,26 +220,44 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         q, k, v = self._rotated(qkv_BTND, inputs, self._modules["positions"])  # type: ignore[arg-type]
         passed = {keyword: attribute(self, name) for keyword, name in shape.passes}
         k, v = values_of(k, q.dtype), values_of(v, q.dtype)
-        out_BTHD, weights = attend(
-            self, self._grown(q, inputs), k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more
-        )
+        out_BTHD, weights = attend(self, q, k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more)
         return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
-    def _grown(self, q_BHTD: Tensor, inputs: Inputs) -> Tensor:
-        growth = self.shape.growth
-        return q_BHTD if growth is None else q_BHTD * grown(growth, inputs)[:, None].to(q_BHTD.dtype)
+    def _growth(self, inputs: Inputs, tokens: int, device: torch.device) -> Tensor | None:
+        """The factors of the new tokens' queries, [B or 1, T, 1]; None if they do not grow. Before they are cached."""
+        growth, cache = self.shape.growth, inputs.cache
+        if growth is None or not growth.counted:
+            return None if growth is None else grown(growth, inputs)
+        start: Any = 0
+        if isinstance(cache, KVCache):
+            slot = cache.slot(self.index)
+            start = slot.get_seq_length() if slot.row_lengths is None else slot.row_lengths[:, None]
+        elif is_paged(cache):
+            raise UnsupportedCall(f"queries grow with positions in the cache, which a {type(cache).__name__} has not")
+        elif cache is not None:
+            start = cache.get_seq_length(self._index)
+        return grown(growth, inputs, start + torch.arange(tokens, device=device)[None])
+
+    def _grown(self, q_BHTD: Tensor, growth_BT1: Tensor | None) -> Tensor:
+        if growth_BT1 is None or self.shape.growth is None:
+            return q_BHTD
+        factor = growth_BT1[:, None]
+        # Llama 4 rounds the product alone, Ministral rounds the factors, too.
+        return (q_BHTD * (factor if self.shape.growth.counted else factor.to(q_BHTD.dtype))).to(q_BHTD.dtype)
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate q and k, append k and v to the cache, and lend them to other layers.
+        """Rotate q and k, let q grow, append k and v to the cache, and lend them to other layers.
 
         Return q [B, H, T, D] and all k and v as they are stored.
         """
-        if self.shape.borrows is not None:
-            return self._borrowed(qkv_BTND, inputs, positions, self.shape.borrows)
-        q, k, v = self._appended(qkv_BTND, inputs, positions)
+        growth, lender = self._growth(inputs, qkv_BTND.shape[1], qkv_BTND.device), self.shape.borrows
+        if lender is not None:
+            q, k, v = self._borrowed(qkv_BTND, inputs, positions, lender)
+        else:
+            q, k, v = self._appended(qkv_BTND, inputs, positions)
         if self.shape.lends:
             self._lend(inputs, k, v, q.dtype)
-        return q, k, v
+        return self._grown(q, growth), k, v
 
     def _lend(self, inputs: Inputs, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
         shared = inputs.values[SHARED_STATES]
