@@ -61,6 +61,7 @@ LLAMA4 = LayerSpec(
         dense=_gated(_MLP),
         weighs_inputs=True,
     ),
+    values=("position_ids",),  # which the layer does not hand on to its attention
 )
 
 SPECS = (LLAMA4,)
