@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infuse.architectures.bind import Binder
+from infuse.architectures.disentangled import Disentangled, DisentangledShape
 from infuse.architectures.norm import LAYER, Norm, NormShape
 from infuse.architectures.packing import BLOCKS, Fill, Heads
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
@@ -63,7 +64,7 @@ class Rotary:
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
     although the pairs are interleaved. `once`: cos and sin have one column per pair. `sin_first`: (sin, cos) is passed.
     `flat`: cos and sin are [tokens, width], for all texts alike. `prefix`: they have no rows for the first tokens,
-    which are not turned.
+    which are not turned. `is_complex`: one tensor [batch or 1, tokens, width / 2] of cos + i sin is passed.
     """
 
     interleaved: bool = False
@@ -74,6 +75,7 @@ class Rotary:
     sin_first: bool = False
     flat: bool = False
     prefix: bool = False
+    is_complex: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,56 +112,6 @@ class PassedScores:
     """A bias of the scores passed as the keyword `argument`: [B or 1, H, T, L]. None adds nothing."""
 
     argument: str
-
-
-@dataclass(frozen=True)
-class Disentangled:
-    """Scores of queries with keys of distances, and of keys with queries of distances (He et al. 2021, section 3).
-
-    The layer is called with `relative_pos`, the bucket of each distance [1, T, T], and `rel_embeddings`, a vector for
-    each bucket. `keys` and `queries` are the paths of the linears that make a distance's key and query of its vector,
-    unless the attention shares those of the tokens. See DisentangledShape.
-    """
-
-    keys: str
-    queries: str
-
-    def bind(self, binder: Binder, name: str, attention: str) -> DisentangledShape:
-        """Bind to the settings of the module at the path `attention`."""
-        types = binder.attribute(attention, "pos_att_type") or ()
-        terms = 1 + ("c2p" in types) + ("p2c" in types)
-        if not binder.attribute(attention, "relative_attention"):
-            return DisentangledShape(False, False, 1, False, None, None, terms)
-        span, shared = binder.attribute(attention, "pos_ebd_size"), binder.attribute(attention, "share_att_key")
-        if not isinstance(span, int) or span < 1:
-            binder.differ(f"{attention}.pos_ebd_size is {span!r}, not a number of buckets")
-        bias: dict[str, bool | None] = {}
-        for kind, target, path in (("c2p", "pos_key", self.keys), ("p2c", "pos_query", self.queries)):
-            linear = None if shared or kind not in types else binder.linear(path)
-            if linear is not None:
-                binder.fill_linear(f"{name}.{target}", (path,), linear.bias)
-            bias[target] = None if linear is None else linear.bias
-        by_key, by_query = "c2p" in types, "p2c" in types
-        return DisentangledShape(by_key, by_query, span, bool(shared), bias["pos_key"], bias["pos_query"], terms)
-
-
-@dataclass(frozen=True)
-class DisentangledShape:
-    """A bound Disentangled. `by_key`, `by_query`: whether there are keys and queries of distances.
-
-    `span`: half the number of buckets. `is_shared`: the linears of the tokens make them. `key_bias`, `query_bias`:
-    whether the linears of their own have a bias; None without one. `terms`: how many the scale counts.
-    """
-
-    by_key: bool
-    by_query: bool
-    span: int
-    is_shared: bool
-    key_bias: bool | None
-    query_bias: bool | None
-    terms: int
-
-    values = ("relative_pos", "rel_embeddings")
 
 
 Position = NoPosition | Rotary | RotaryTable | Alibi | RelativeBias | PassedScores | Disentangled | DisentangledShape
@@ -210,10 +162,15 @@ class GateShape:
 
 @dataclass(frozen=True)
 class Growth:
-    """Queries at position p are multiplied by 1 + beta log(1 + floor(p / every)) (Llama 4)."""
+    """Queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / every)) (Llama 4).
+
+    `counted`: a token's position is its index in the cache, padding included, whatever positions the model passes.
+    """
 
     beta: float
     every: float
+    offset: float = 0.0
+    counted: bool = False
 
     @classmethod
     def bind(cls, binder: Binder) -> Growth:
@@ -222,7 +179,8 @@ class Growth:
         if not all(isinstance(number, (int, float)) for number in found):
             binder.differ(f"config.rope_parameters has {found} for the growth of queries, not two numbers")
             return cls(0.0, 1.0)
-        return cls(*map(float, found))
+        beta, every = map(float, found)
+        return cls(beta, every)
 
 
 @dataclass(frozen=True)
@@ -292,6 +250,10 @@ class Attention:
         if out.columns != heads * width:
             binder.differ(f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}")
         position = self._position(binder, name)
+        q_norm, k_norm = (
+            None if norm is None else self._head_norm(binder, f"{name}.{target}", width, norm)
+            for target, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm))
+        )
         return AttentionShape(
             name=name,
             hidden=hidden,
@@ -307,21 +269,29 @@ class Attention:
             window=self._window(binder),
             causal=bool(getattr(binder.module(self.module), "is_causal", self.causal)),
             inverted_mask=self.inverted_mask,
-            q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{name}.q_norm", optional=True),
-            k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{name}.k_norm", optional=True),
+            q_norm=q_norm,
+            k_norm=k_norm,
             passes=self._passed(binder),
-            norm_after=self.norm_after,
+            norm_after=self.norm_after and not q_norm is k_norm is None,
             gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
             replaces=(*((f"{self.module}.{self.inner}",) if self.inner else ()), self.module),
             sinks=self._sinks(binder, name, heads),
             sinks_in_weights=self.sinks is not None and self.sinks.in_weights,
-            growth=Growth.bind(binder) if self.grows else None,
+            growth=self._growth(binder),
             by_name=self.by_name,
             v_norm=self._v_norm(binder, name, width),
             out_norm=None if self.out_norm is None else self.out_norm.bind(binder, f"{name}.out_norm"),
             lends=self.lends,
             borrows=self.borrows,
         )
+
+    def _growth(self, binder: Binder) -> Growth | None:
+        return Growth.bind(binder) if self.grows else None
+
+    def _head_norm(self, binder: Binder, name: str, width: int, declared: Norm) -> NormShape | None:
+        """A norm of queries or keys. One without a weight may not tell its width: that of a head."""
+        norm = declared.bind(binder, name, optional=True)
+        return replace(norm, width=width) if norm is not None and not norm.width else norm
 
     def _v_norm(self, binder: Binder, name: str, width: int) -> NormShape | None:
         """A norm over each head of the values, which has no weight."""

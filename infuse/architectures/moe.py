@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.experts import ROUTES, ExpertsShape, bind_experts
+from infuse.architectures.experts import EVERY, ROUTES, ExpertsShape, bind_experts
 from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
 from infuse.architectures.norm import Norm, NormShape
 from infuse.architectures.packing import Fill
@@ -27,7 +27,7 @@ class MoE:
     `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the MLP of layers that have no module at
     `experts`. Attributes of the module around the experts: `scale`, a number that multiplies their sum; `combine`,
     "sum" or "average" of that and the shared expert. `norm`: of the experts' input, which the router sees without it;
-    `post`: of the sum of all.
+    `post`: of the sum of all. `weighs_inputs`: weights multiply the experts' inputs instead of their outputs.
     """
 
     router: Router
@@ -39,6 +39,7 @@ class MoE:
     combine: str | None = None
     norm: Norm | None = None
     post: Norm | None = None
+    weighs_inputs: bool = False
 
     def bind(self, binder: Binder, name: str) -> PartShape:
         if self.dense is not None and binder.module(self.experts, optional=True) is None:
@@ -65,7 +66,7 @@ class MoE:
             None if each is None else each.bind(binder, f"{name}.{target}")
             for target, each in (("norm", self.norm), ("post", self.post))
         )
-        return MoEShape(router, experts, shared, gated, scale, combine, norm, post)
+        return MoEShape(router, experts, shared, gated, scale, combine, norm, post, self.weighs_inputs)
 
     def _bind_experts(self, binder: Binder, name: str) -> ExpertsShape | None:
         """Bind the experts; None, with the differences noted, if they are not understood."""
@@ -77,7 +78,7 @@ class MoE:
         except SpecMismatch as mismatch:
             binder.differences += [f"{self.experts}: {text}" for text in mismatch.differences]
             return None
-        if bound.shape.call != ROUTES:
+        if bound.shape.call != (EVERY if self.weighs_inputs else ROUTES):
             binder.differ(f"{self.experts} is called {bound.shape.call}")
             return None
         for fill in bound.fills:
@@ -108,6 +109,7 @@ class MoEShape(PartShape):
     combine: str = SUM
     norm: NormShape | None = None
     post: NormShape | None = None
+    weighs_inputs: bool = False
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -3,7 +3,8 @@
 They are written: no part that graphs are read into takes a bias of the scores, or has projections of distances.
 """
 
-from infuse.architectures.attention import Attention, Disentangled, DisentangledShape, PassedScores, Separate
+from infuse.architectures.attention import Attention, PassedScores, Separate
+from infuse.architectures.disentangled import Disentangled, DisentangledShape
 from infuse.architectures.layer import SINGLE, TUPLE, LayerSpec
 from infuse.architectures.mlp import MLP
 from infuse.architectures.norm import LAYER, Norm

@@ -211,3 +211,20 @@ class NormedRouterShape(RouterShape):
     def parameters(self) -> tuple[Parameter, ...]:
         of_norm = (inside("norm", parameter) for parameter in self.norm.parameters)
         return (*super().parameters, *of_norm, Parameter("gain"), Parameter("gains"))
+
+
+@dataclass(frozen=True)
+class ScoringRouter(Router):
+    """A router that returns the scores of all experts, zeros where they are not chosen, and the logits, [T, E] each.
+
+    It chooses by the rule, which leaves the logits as they are; a score is the sigmoid of a chosen one.
+    """
+
+    def bind(self, binder: Binder, name: str) -> ScoringRouterShape:
+        bound = super().bind(binder, name)
+        return ScoringRouterShape(**{each.name: getattr(bound, each.name) for each in fields(bound)})
+
+
+@dataclass(frozen=True)
+class ScoringRouterShape(RouterShape):
+    """A bound ScoringRouter."""

@@ -18,12 +18,12 @@ from infuse.architectures.attention import (
     GATE_SIGMOID,
     SHARED_STATES,
     AttentionShape,
-    DisentangledShape,
     Lender,
     NoPosition,
     PassedScores,
     RelativeBias,
 )
+from infuse.architectures.disentangled import DisentangledShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
@@ -99,9 +99,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         qkv_BTND = qkv.view(batch, tokens, self._all_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
-            out = self._out_normed(out)
-            out = out if gate is None else self._gated(out, gate)
-            return product(parts["out"], out, None, residual), weights
+            return self._projected(out, gate, residual), weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         causal = shape.causal if inputs.causal is None else inputs.causal
         if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
@@ -124,7 +122,6 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
         sinks = self._parameters.get("sinks")
-        q = self._grown(q, inputs)
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
         weights = None
         if inputs.want_weights:
@@ -136,10 +133,15 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         out = out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)
         if packed is not None:
             out = packed.taken(out)
+        return self._projected(out, gate, residual), weights
+
+    def _projected(self, out: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Normalise and gate the heads, and multiply them with the last matrix."""
+        last: Any = self._modules["out"]
         out = self._out_normed(out)
         if gate is not None:
             out = self._gated(out, gate)
-        return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
+        return direct(last, out) if residual is None else product(last, out, None, residual)
 
     def native(self, to: PartWriter) -> None:
         shape = self.shape
@@ -164,8 +166,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         cache, mask, (batch, tokens, _) = inputs.cache, inputs.mask, x_BTC.shape
-        growth = self.shape.growth
-        if growth is not None and not bool((grown(growth, inputs) == 1).all()):
+        growth = self._growth(inputs, tokens, x_BTC.device)
+        if growth is not None and not bool((growth == 1).all()):
             return None
         if cache is None:
             mask = None if mask is None else self.allowed(mask, tokens, x_BTC.dtype)
@@ -224,26 +226,44 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         q, k, v = self._rotated(qkv_BTND, inputs, self._modules["positions"])  # type: ignore[arg-type]
         passed = {keyword: attribute(self, name) for keyword, name in shape.passes}
         k, v = values_of(k, q.dtype), values_of(v, q.dtype)
-        out_BTHD, weights = attend(
-            self, self._grown(q, inputs), k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more
-        )
+        out_BTHD, weights = attend(self, q, k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more)
         return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
-    def _grown(self, q_BHTD: Tensor, inputs: Inputs) -> Tensor:
-        growth = self.shape.growth
-        return q_BHTD if growth is None else q_BHTD * grown(growth, inputs)[:, None].to(q_BHTD.dtype)
+    def _growth(self, inputs: Inputs, tokens: int, device: torch.device) -> Tensor | None:
+        """The factors of the new tokens' queries, [B or 1, T, 1]; None if they do not grow. Before they are cached."""
+        growth, cache = self.shape.growth, inputs.cache
+        if growth is None or not growth.counted:
+            return None if growth is None else grown(growth, inputs)
+        start: Any = 0
+        if isinstance(cache, KVCache):
+            slot = cache.slot(self.index)
+            start = slot.get_seq_length() if slot.row_lengths is None else slot.row_lengths[:, None]
+        elif is_paged(cache):
+            raise UnsupportedCall(f"queries grow with positions in the cache, which a {type(cache).__name__} has not")
+        elif cache is not None:
+            start = cache.get_seq_length(self._index)
+        return grown(growth, inputs, start + torch.arange(tokens, device=device)[None])
+
+    def _grown(self, q_BHTD: Tensor, growth_BT1: Tensor | None) -> Tensor:
+        if growth_BT1 is None or self.shape.growth is None:
+            return q_BHTD
+        factor = growth_BT1[:, None]
+        # Llama 4 rounds the product alone, Ministral rounds the factors, too.
+        return (q_BHTD * (factor if self.shape.growth.counted else factor.to(q_BHTD.dtype))).to(q_BHTD.dtype)
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate q and k, append k and v to the cache, and lend them to other layers.
+        """Rotate q and k, let q grow, append k and v to the cache, and lend them to other layers.
 
         Return q [B, H, T, D] and all k and v as they are stored.
         """
-        if self.shape.borrows is not None:
-            return self._borrowed(qkv_BTND, inputs, positions, self.shape.borrows)
-        q, k, v = self._appended(qkv_BTND, inputs, positions)
+        growth, lender = self._growth(inputs, qkv_BTND.shape[1], qkv_BTND.device), self.shape.borrows
+        if lender is not None:
+            q, k, v = self._borrowed(qkv_BTND, inputs, positions, lender)
+        else:
+            q, k, v = self._appended(qkv_BTND, inputs, positions)
         if self.shape.lends:
             self._lend(inputs, k, v, q.dtype)
-        return q, k, v
+        return self._grown(q, growth), k, v
 
     def _lend(self, inputs: Inputs, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
         shared = inputs.values[SHARED_STATES]

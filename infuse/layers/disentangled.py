@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from infuse.architectures.attention import DisentangledShape
+from infuse.architectures.disentangled import DisentangledShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct

@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
     mask: Tensor | None
     cache: Any
-    position_embeddings: tuple[Tensor, Tensor] | None
+    position_embeddings: tuple[Tensor, Tensor] | Tensor | None
     position_ids: Tensor | None
     bias: Tensor | None
     causal: bool | None

@@ -15,7 +15,7 @@ from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.mlp import MLP
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm
-from infuse.layers.router import make_router
+from infuse.layers.router import make_router, routes_in
 
 
 class MoE(InferenceModule, NativePart):
@@ -47,10 +47,12 @@ class MoE(InferenceModule, NativePart):
         held: dict[str, Any] = self._modules
         x = x if norm is None else direct(norm, x)
         x_TH = x.reshape(-1, x.shape[-1])
-        _, weights, index = direct(held["router"], x_TH)
+        returned: Any = direct(held["router"], x_TH)
+        _, weights, index = routes_in(returned, self.shape.router.top_k)
         if held["norm"] is not None:
             x_TH = direct(held["norm"], x_TH)
-        out = held["experts"](x_TH, index, weights)
+        of_experts = self._of_weighed_inputs if self.shape.weighs_inputs else held["experts"]
+        out = of_experts(x_TH, index, weights)
         if self.shape.scale != 1.0:
             out = out * self.shape.scale
         shared, gate = held["shared"], held["shared_gate"]
@@ -64,9 +66,16 @@ class MoE(InferenceModule, NativePart):
         out = (out if held["post"] is None else direct(held["post"], out)).view(x.shape)
         return out if residual is None else residual + out
 
+    def _of_weighed_inputs(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Add up what each token's experts make of the token times their weights."""
+        x_NH = (x_TH[:, None] * weights_TK[..., None]).flatten(0, 1)
+        y_NH = self.experts(x_NH, index_TK.reshape(-1, 1), x_NH.new_ones(len(x_NH), 1))
+        return y_NH.unflatten(0, index_TK.shape).sum(dim=1)
+
     def native(self, to: PartWriter) -> None:
         decline_if(
             {
+                "weights multiply the experts' inputs": self.shape.weighs_inputs,
                 "ranks share the mixture": self._combine is not None,
                 "mixtures of encoders run part by part": to.of_encoder,
             }

@@ -42,11 +42,12 @@ class PassedCosSin(Positions):
         super().__init__()
         self.interleaved, self._in_halves, self._once = position.interleaved, position.in_halves, position.once
         self._sin_first, self._flat, self.prefix = position.sin_first, position.flat, position.prefix
+        self._is_complex = position.is_complex
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
-        cos, sin = inputs.position_embeddings[::-1] if self._sin_first else inputs.position_embeddings
+        cos, sin = self._passed(inputs.position_embeddings)
         if cos.dim() != 3 - self._flat:
             raise _of_other_axes("cos and sin", cos, "[tokens, width]" if self._flat else "[batch or 1, tokens, width]")
         if self._flat:
@@ -58,6 +59,18 @@ class PassedCosSin(Positions):
         if self.interleaved:
             return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    def _passed(self, passed: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin as they are passed."""
+        if self._is_complex != (isinstance(passed, Tensor) and passed.is_complex()):
+            wanted = "one complex tensor" if self._is_complex else "(cos, sin)"
+            raise UnsupportedCall(
+                f"position_embeddings: {type(passed).__name__} was passed; pass what the model passes, {wanted}"
+            )
+        if isinstance(passed, Tensor):
+            return passed.real, passed.imag
+        first, second = passed
+        return (second, first) if self._sin_first else (first, second)
 
     def completed(self, passed: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
         """Put rows that turn nothing before what is passed, so that there is one for each of the tokens."""
@@ -170,11 +183,13 @@ def make_positions(position: Position, heads: int) -> Positions:
     return PassedBias(position.argument) if isinstance(position, Alibi) else Positions()
 
 
-def grown(growth: Growth, inputs: Inputs) -> Tensor:
-    """The factors of queries, [B or 1, T, 1] in float32."""
-    if inputs.position_ids is None:
+def grown(growth: Growth, inputs: Inputs, counted_BT: Tensor | None = None) -> Tensor:
+    """The factors of queries, [B or 1, T, 1] in float32; `counted_BT`: the tokens' indices in the cache."""
+    positions_BT = counted_BT if growth.counted else inputs.position_ids
+    if positions_BT is None:
         raise missing("position_ids")
-    return (1 + growth.beta * torch.log(1 + torch.floor(inputs.position_ids / growth.every)))[..., None]
+    passed = torch.floor((positions_BT + growth.offset) / growth.every)
+    return (1 + growth.beta * torch.log(1 + passed))[..., None]
 
 
 def missing(argument: str) -> UnsupportedCall:

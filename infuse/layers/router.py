@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.router import NormedRouterShape, RouterShape
+from infuse.architectures.router import NormedRouterShape, RouterShape, ScoringRouterShape
 from infuse.layers.gradient import InferenceModule, is_recorded
 from infuse.layers.linear import direct
 from infuse.layers.native_part import NativePart, NotNative, PartWriter
@@ -105,6 +105,34 @@ class NormedRouter(Router):
         return logits.softmax(dim=-1, dtype=torch.float32), weights * self.gains[index], index
 
 
+class ScoringRouter(Router):
+    """A router that returns the scores of all experts, zeros where they are not chosen, and the logits, [T, E] each."""
+
+    def __init__(self, shape: ScoringRouterShape, bodies: Mapping[str, str] = MappingProxyType({})):
+        super().__init__(shape, bodies)
+        self.top_k = shape.top_k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits_TE, weights_TK, index_TK = super().forward(x)
+        return torch.zeros_like(logits_TE).scatter(1, index_TK, weights_TK.to(logits_TE.dtype)), logits_TE
+
+    def _routes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Chosen by logits, weighed by their sigmoid: of all experts at once, as bits depend on a tensor's length."""
+        logits_TE, picked_TK, index_TK = super()._routes(x)
+        hidden_TE = torch.full_like(logits_TE, float("-inf")).scatter(1, index_TK, picked_TK)
+        return logits_TE, hidden_TE.float().sigmoid().to(logits_TE.dtype).gather(1, index_TK), index_TK
+
+
+def routes_in(returned: tuple[Tensor, ...], top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and index in what a router returned: these three, or the scores of all experts and the logits."""
+    if len(returned) == 3:
+        return returned
+    scores_TE, logits_TE = returned
+    return logits_TE, *scores_TE.topk(top_k, dim=-1)
+
+
 def make_router(shape: RouterShape, bodies: Mapping[str, str]) -> Router:
     """Make the empty router of this shape."""
+    if isinstance(shape, ScoringRouterShape):
+        return ScoringRouter(shape, bodies)
     return NormedRouter(shape, bodies) if isinstance(shape, NormedRouterShape) else Router(shape, bodies)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.layers.router import Router
+from infuse.layers.router import Router, routes_in
 from infuse.temporary_hooks import TemporaryHooks
 
 
@@ -34,9 +34,8 @@ def recorded(layer: nn.Module, routers: Collection[str]) -> Iterator[list[Route]
     """Inside the `with`, collect the calls of the routers at these paths, in order."""
     seen: list[Route] = []
 
-    def record(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        logits, weights, index = output
-        seen.append(Route(args, logits, weights, index))
+    def record(router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
+        seen.append(Route(args, *_told(router, output)))
 
     with TemporaryHooks() as hooks:
         for path in routers:
@@ -54,10 +53,8 @@ def fed(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]) -> 
             yield
         return
 
-    def feed(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, _ = output
-        route = next(remaining)
-        return logits, route.weights.to(weights.dtype), route.index
+    def feed(router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return _retold(output, next(remaining))
 
     with TemporaryHooks() as hooks:
         for module in modules:
@@ -90,9 +87,22 @@ def repeated(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]
     modules = [layer.get_submodule(path) for path in routers]
     for router, route in zip(cycle(modules), routes, strict=False):
         x, *more = route.args
-        logits, weights, index = router(x.to(dtype), *([] if isinstance(router, Router) else more))
-        calls.append(Route(route.args, logits, weights, index))
+        output = router(x.to(dtype), *([] if isinstance(router, Router) else more))
+        calls.append(Route(route.args, *_told(router, output)))
     return calls
+
+
+def _told(router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    return routes_in(output, getattr(router, "top_k", 1))
+
+
+def _retold(output: tuple[Tensor, ...], route: Route) -> tuple[Tensor, ...]:
+    """The same output with the weights and index of `route`."""
+    if len(output) == 3:
+        logits, weights, _ = output
+        return logits, route.weights.to(weights.dtype), route.index
+    scores_TE, logits_TE = output
+    return torch.zeros_like(scores_TE).scatter(1, route.index, route.weights.to(scores_TE.dtype)), logits_TE
 
 
 def routes_mismatch(actual: Sequence[Route], wanted: Sequence[Route], tolerance: float) -> str | None:

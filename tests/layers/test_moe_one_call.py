@@ -40,6 +40,7 @@ PART_BY_PART = {
     "afmoe": "output gate",
     "laguna": "output gate",
     "laguna-channels": "output gate",
+    **dict.fromkeys(("llama4", "llama4-experts", "llama4-plain", "llama4-even"), "experts whose inputs are weighed"),
 }
 DECODERS = [family for family in MIXTURES if family.model.__name__.endswith("ForCausalLM")]
 
@@ -262,6 +263,7 @@ def test_what_shapes_and_rules_can_say_is_known_to_the_call() -> None:
         "router", "experts", "shared", "gated", "hidden", "count", "inner", "gate", "bias", "correction", "rule",
         "correction_is_parameter", "groups", "top_k", "normalise", "least", "scale", "has_bias", "width",
         "jitter", "cap", "up_bias", "down_bias", "combine", "call", "norm", "post", "factor",
+        "weighs_inputs",
     }  # fmt: skip
     for shape in (MoEShape, RouterShape, NormedRouterShape, ExpertsShape):
         assert not {field.name for field in fields(shape)} - told, shape

@@ -218,6 +218,22 @@ LATENT_MIXTURES = [
         "mistral4", t.Mistral4Config, t.Mistral4ForCausalLM, values=dict(_LATENT_MOE, rope_parameters=dict(_GROWING))
     ),
 ]
+LLAMA4_TEXT = dict(
+    GQA, head_dim=12, intermediate_size=40, intermediate_size_mlp=80, num_local_experts=4, num_experts_per_tok=2,
+    num_hidden_layers=4, attention_chunk_size=6, no_rope_layers=[1, 1, 0, 1], moe_layers=[1, 2], floor_scale=3,
+    attn_scale=0.8,
+)  # fmt: skip
+# Dense layers beside mixtures, chunks; queries of layers that do not rotate grow from the third token on.
+LLAMA4 = [
+    Family("llama4", t.Llama4TextConfig, t.Llama4ForCausalLM, values=LLAMA4_TEXT),
+    Family("llama4-experts", t.Llama4TextConfig, t.Llama4ForCausalLM,
+           values=dict(LLAMA4_TEXT, moe_layers=None, num_experts_per_tok=1, rope_parameters=dict(_ROPES["llama3"]))),
+    Family("llama4-plain", t.Llama4TextConfig, t.Llama4ForCausalLM,
+           values=dict(LLAMA4_TEXT, use_qk_norm=False, num_experts_per_tok=1, attention_bias=True)),
+    Family("llama4-even", t.Llama4TextConfig, t.Llama4ForCausalLM,
+           values=dict(LLAMA4_TEXT, attn_temperature_tuning=False, attention_chunk_size=None,
+                       no_rope_layers=[0, 1, 1, 0])),
+]  # fmt: skip
 MIXTURES = [
     Family(
         "mixtral",
@@ -426,6 +442,7 @@ MIXTURES = [
     Family("glm4v-moe", t.Glm4vMoeTextConfig, t.Glm4vMoeTextModel, "encoder", GLM4V_TEXT),
     Family("deepseek-ocr2", t.DeepseekOcr2TextConfig, t.DeepseekOcr2TextModel, "encoder", DEEPSEEK_OCR2_TEXT),
     *LATENT_MIXTURES,
+    *LLAMA4,
 ]
 LATENT = [
     Family("youtu", t.YoutuConfig, t.YoutuForCausalLM, values=_LATENT),

@@ -24,6 +24,7 @@ from tests.models.families import Family
 from tests.models.mixtures import FOUR_EXPERTS, NOT_ROUTED, SEQ2SEQ
 from tests.support.ranks import Ranks, same
 
+ALONE: dict[str, Any] = dict(replace_with_kernel_inject=False)  # Llama 4 has a spec
 STAY = {
     "nllb": (
         Family(
@@ -87,7 +88,7 @@ def replaced(engine: infuse.InferenceEngine) -> list[Experts]:
 def test_logits_tokens_and_weights_are_the_originals(name: str) -> None:
     family, model = NOT_ROUTED[name], copy.deepcopy(original(name))
     held = {key: value.clone() for key, value in model.state_dict().items()}
-    engine = infuse.init_inference(model, dtype="fp32", verify="strict")
+    engine = infuse.init_inference(model, dtype="fp32", verify="strict", **ALONE)
     assert len(replaced(engine)) == 2
     assert not any(".experts." in step.path for step in engine.plan.steps)  # no linears of single experts
     assert_near(logits(engine.module, family), logits(original(name), family))
@@ -100,7 +101,7 @@ def test_logits_tokens_and_weights_are_the_originals(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_ROUTED)
 def test_16_bits_by_the_rule_of_the_proof(name: str) -> None:
-    engine = infuse.init_inference(copy.deepcopy(original(name)), dtype="bf16", verify="strict")
+    engine = infuse.init_inference(copy.deepcopy(original(name)), dtype="bf16", verify="strict", **ALONE)
     assert len(replaced(engine)) == 2 and bool(torch.isfinite(logits(engine.module, NOT_ROUTED[name])).all())
 
 
@@ -109,7 +110,7 @@ def test_16_bits_by_the_rule_of_the_proof(name: str) -> None:
 def test_quantized(name: str, format: str) -> None:
     """The values of the original with the same weights, rounded to the format."""
     family = NOT_ROUTED[name]
-    engine = infuse.init_inference(copy.deepcopy(original(name)), dtype="fp32", quant=format)
+    engine = infuse.init_inference(copy.deepcopy(original(name)), dtype="fp32", quant=format, **ALONE)
     assert [str(experts.up.format) for experts in replaced(engine)] == [format] * 2
     with infuse.dequantized(engine.module):
         state = engine.module.state_dict()
@@ -127,7 +128,7 @@ def test_checkpoints_of_transformers_and_of_ours(name: str, tmp_path: Path) -> N
     for folder, keys in (("theirs", dict(save_mp_checkpoint_path=str(tmp_path / "ours"))), ("ours", {})):
         with torch.device("meta"):
             empty = type(original(name))(original(name).config)
-        engine = infuse.init_inference(empty, checkpoint=str(tmp_path / folder), dtype="fp32", **keys)
+        engine = infuse.init_inference(empty, checkpoint=str(tmp_path / folder), dtype="fp32", **keys, **ALONE)
         assert len(replaced(engine)) == 2
         assert_near(logits(engine.module, family), logits(original(name), family))
 
@@ -159,7 +160,7 @@ def test_the_parts_of_ranks_add_up(name: str, mesh: Mesh) -> None:
 
 
 def on_rank(name: str) -> tuple[Tensor, list[str]]:
-    engine = infuse.init_inference(NOT_ROUTED[name].make(), dtype="fp32", progress=False, ep_size=2)
+    engine = infuse.init_inference(NOT_ROUTED[name].make(), dtype="fp32", progress=False, ep_size=2, **ALONE)
     told = [step.why for step in engine.plan.steps if step.depth == "experts" and "2 of 4 experts" in step.why]
     return logits(engine.module, NOT_ROUTED[name]), told
 

@@ -71,7 +71,7 @@ def test_the_documentation_tells_the_depth_of_each_mixture() -> None:
             there = [name for name in re.findall(r"`(\w+)`", names) if find_spec(f"transformers.models.{name}")]
             told.setdefault(depth, []).extend(there)  # the page is of the newest transformers
     folder = {name: module.split(".")[2] for name, module in classes().items()}
-    others = {"dbrx", "llama4", "switch_transformers", "jetmoe", "longcat_flash", "nllb_moe"}
+    others = {"dbrx", "switch_transformers", "jetmoe", "longcat_flash", "nllb_moe"}
     specs = (spec for spec in SPECS if isinstance(spec.mlp, MoE) and spec not in WITH_INDEXERS)
     blocks = {spec.layer.split(".")[2] for spec in specs}
     left = {folder[name] for name in LEFT if name in folder} | {"jetmoe", "longcat_flash", "nllb_moe"}

@@ -63,11 +63,13 @@ GENERATED = [
 # clipped ones, gates of attention's heads, queries that grow with positions; and latent attention, which is no step of
 # programs in C++.
 IN_PARTS = (
-    "stablelm-parallel", "cohere-qk", "olmoe-clip", "afmoe", "laguna", "laguna-channels", "ministral3",
+    "stablelm-parallel", "cohere-qk", "olmoe-clip", "afmoe", "laguna", "laguna-channels", "ministral3", "llama4",
+    "llama4-experts",
     *(family.name for family in (*LATENT_MIXTURES, *LATENT)),
 )  # fmt: skip
-# The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation.
-MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe")
+# The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation, experts whose
+# inputs are weighed.
+MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe", "llama4-plain", "llama4-even")
 # Frequencies that are read at each step; positions that the host looks at on CPUs; beams over a cache of another kind;
 # experts without Triton's bodies, whose tokens the host finds (with them: ops/triton/steps.py).
 NOT_CAPTURED = ("llama-dynamic", "ministral3", "ministral3-far", "mpt", *(family.name for family in MIXTURES))

@@ -100,7 +100,7 @@ RULES: dict[str, Router] = {
         "mlp.gate", logits=FLOAT32, score=None, correction=BIAS, weights=SIGMOID_OF_SCORES, normalise="norm_topk_prob",
     ),
 }  # fmt: skip
-# Not among them, since they are no such routers: llama4 (weighs the inputs), gemma4 (norm and scales of its own),
+# Not among them, since they are no such routers: llama4 (scores of all experts), gemma4 (norm and scales of its own),
 # deepseek_v4's hash layers (chosen by token id), inkling, muse_spark, zaya, longcat_flash, dbrx, switch, nllb_moe.
 
 
