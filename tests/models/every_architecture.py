@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from infuse.inputs.model import RandomTensors, model_inputs
 
-PARTS = 4  # of the architectures, for processes to share
+PARTS = 8  # of the architectures, for processes to share
 # The names that configs give to their numbers, by what is asked of them here.
 NUMBERS: dict[int, str] = {
     32: """hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size word_embed_proj_dim \
