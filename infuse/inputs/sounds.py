@@ -11,7 +11,7 @@ from infuse.inputs.component import MakeTensor
 from infuse.inputs.known import known
 
 _FRAMES = 12  # frames that are left of samples
-_FEATURES = 64  # frames of features, where the config demands no other number
+_FEATURES = 64  # frames of features, where the config demands no other number, as convolutions before a table do
 _MAIN = ("input_features", "input_values", "audio_mel", "padded_feature", "input_feature")
 _WITH_CHANNELS = ("dac", "omniasr", "pe_audio", "xcodec")  # model types whose samples have an axis of one channel
 _SPECIAL_BINS = ("feature_projection_input_dim", "input_feat_per_channel", "input_dim")
@@ -38,7 +38,8 @@ def sounds(model: nn.Module, names: Collection[str], make: MakeTensor, batch: in
         channels = getattr(config, "audio_channels", None) or 1
         shape = (batch, channels, length) if _has_channels(config) else (batch, length)
         return {main: make("values", shape)}
-    frames = 2 * (getattr(config, "n_window", None) or getattr(config, "max_source_positions", None) or _FEATURES // 2)
+    positions = None if isinstance(first, nn.Linear) else getattr(config, "max_source_positions", None)
+    frames = 2 * (getattr(config, "n_window", None) or positions or _FEATURES // 2)
     bins = _bins(config, first)
     frames_last = isinstance(first, nn.Conv1d) and not hasattr(config, "input_feat_per_channel")
     frames_first = not frames_last and not hasattr(config, "n_window")
