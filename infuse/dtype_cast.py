@@ -48,9 +48,6 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
     cast_too -= {p for child in on_use for p in child.parameters()}
     kept = {p: p.data for p in cast_too if p.is_floating_point() and p.dtype != dtype}
     hooks, patched = TemporaryHooks(), []
-    norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-    norms = [norm for norm in norms if cast_too.issuperset(norm.parameters())]
-    statistics = [(norm._buffers, leaf, norm._buffers[leaf]) for norm in norms for leaf in _STATISTICS]
 
     def cast(owner: nn.Module) -> None:
         for p in owner.parameters(recurse=False):
@@ -82,12 +79,9 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
         for p, data in kept.items():
             if p.dim() < 2:
                 p.data = data.to(dtype)
-        for buffers, leaf, buffer in statistics:
-            buffers[leaf] = None if buffer is None else buffer.to(dtype)
-        yield
+        with _cast_statistics(module, cast_too, dtype):
+            yield
     finally:
-        for buffers, leaf, buffer in statistics:
-            buffers[leaf] = buffer
         for child in on_use:
             child.running_dtype = None
         hooks.close()
@@ -97,6 +91,21 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
                 child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():
             p.data = data
+
+
+@contextmanager
+def _cast_statistics(module: nn.Module, cast_too: Collection[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Cast running statistics inside the `with`, of the batch norms whose parameters are all in `cast_too`."""
+    norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    norms = [norm for norm in norms if all(parameter in cast_too for parameter in norm.parameters())]
+    kept = [(norm._buffers, leaf, norm._buffers[leaf]) for norm in norms for leaf in _STATISTICS]
+    try:
+        for buffers, leaf, buffer in kept:
+            buffers[leaf] = None if buffer is None else buffer.to(dtype)
+        yield
+    finally:
+        for buffers, leaf, buffer in kept:
+            buffers[leaf] = buffer
 
 
 def _casts(module: nn.Module) -> bool:
