@@ -12,11 +12,13 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from infuse.temporary_hooks import TemporaryHooks
 
 _STRICT = "_keep_in_fp32_modules_strict"
 _WIDE = "_keep_in_fp32_modules"
+_STATISTICS = ("running_mean", "running_var")  # of a batch norm
 _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
 # 4 MiB in float32: allocators keep blocks of this size, while larger ones cost page faults every time.
 _PART_VALUES = 1 << 20
@@ -34,7 +36,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
     """Run `module` in `dtype` inside the `with`, except the parameters that are named in `exact`.
 
     Linears cast their weight part by part as they run, and experts are cast a few at a time and only if a token uses
-    them, so memory hardly grows.
+    them, so memory hardly grows. Statistics of batch norms are cast with their weights, as `module.to` does.
     """
     if type(module) is nn.Embedding:  # a lookup is exact in any dtype that is wide enough
         yield
@@ -77,7 +79,8 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
         for p, data in kept.items():
             if p.dim() < 2:
                 p.data = data.to(dtype)
-        yield
+        with _cast_statistics(module, cast_too, dtype):
+            yield
     finally:
         for child in on_use:
             child.running_dtype = None
@@ -88,6 +91,21 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
                 child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():
             p.data = data
+
+
+@contextmanager
+def _cast_statistics(module: nn.Module, cast_too: Collection[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Cast running statistics inside the `with`, of the batch norms whose parameters are all in `cast_too`."""
+    norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    norms = [norm for norm in norms if all(parameter in cast_too for parameter in norm.parameters())]
+    kept = [(norm._buffers, leaf, norm._buffers[leaf]) for norm in norms for leaf in _STATISTICS]
+    try:
+        for buffers, leaf, buffer in kept:
+            buffers[leaf] = None if buffer is None else buffer.to(dtype)
+        yield
+    finally:
+        for buffers, leaf, buffer in kept:
+            buffers[leaf] = buffer
 
 
 def _casts(module: nn.Module) -> bool:

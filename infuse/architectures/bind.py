@@ -111,18 +111,41 @@ class Binder:
         if len(shape) != 2:
             self.differ(f"{weight} has shape {shape}, not a matrix")
             return FoundLinear(1, 1, False)
+        rows, columns = reversed(shape) if self.transposed else shape
+        return FoundLinear(rows, columns, self._has_bias(path))
+
+    def pointwise(self, path: str) -> FoundLinear:
+        """Claim the convolution of one frame at `path`, a product over channels, and return its size."""
+        conv = self.module(path)
+        if not isinstance(conv, nn.Conv1d):
+            self.differ(f"{path} is a {type(conv).__name__}, not a Conv1d")
+            return FoundLinear(1, 1, False)
+        found = (conv.kernel_size, conv.stride, conv.padding, conv.groups)
+        if found != ((1,), (1,), (0,), 1):
+            self.differ(f"{path} has (kernel, stride, padding, groups) {found}, and does not make one frame of each")
+        self.claim(f"{path}.weight")
+        return FoundLinear(conv.out_channels, conv.in_channels, self._has_bias(path))
+
+    def _has_bias(self, path: str) -> bool:
+        """Claim the bias at `path`, if there is one."""
         bias = f"{path}.bias" in self.parameters
         if bias:
             self.claim(f"{path}.bias")
-        rows, columns = reversed(shape) if self.transposed else shape
-        return FoundLinear(rows, columns, bias)
+        return bias
 
     def fill_linear(
-        self, target: str, paths: tuple[str, ...], bias: bool, packing: str | None = None, heads: Heads | None = None
+        self,
+        target: str,
+        paths: tuple[str, ...],
+        bias: bool,
+        packing: str | None = None,
+        heads: Heads | None = None,
+        *,
+        pointwise: bool = False,
     ) -> None:
-        """Add the fills that make `target` from the linears at `paths`."""
-        weights = tuple(f"{path}.weight" for path in paths)
-        self.fills.append(Fill(f"{target}.weight", weights, self.transposed, packing, heads))
+        """Add the fills that make `target` from the linears, or the `pointwise` convolution, at `paths`."""
+        weights, turned = tuple(f"{path}.weight" for path in paths), self.transposed and not pointwise
+        self.fills.append(Fill(f"{target}.weight", weights, turned, packing, heads, pointwise=pointwise))
         if bias:
             self.fills.append(Fill(f"{target}.bias", tuple(f"{p}.bias" for p in paths), False, packing, heads))
 

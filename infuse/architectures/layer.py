@@ -165,6 +165,11 @@ class LayerShape(ProgramShape):
         """Whether no token sees a later one."""
         return all(mixer.causal for mixer in self.mixers.values())
 
+    @property
+    def convolves(self) -> bool:  # type: ignore[override]
+        """Whether a part reads the frames around each."""
+        return any(part.convolves for _, part in self.held)
+
     def but_unread(self, names: Iterable[str]) -> LayerShape:
         """The shape of a layer that takes these arguments, too, and looks at none."""
         return replace(self, call=replace(self.call, unread=tuple(names)))

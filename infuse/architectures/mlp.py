@@ -93,7 +93,8 @@ class MLPShape(PartShape):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(inside("norm", parameter) for parameter in self.norm.parameters) if self.norm else ()
+        of_norm = () if self.norm is None else self.norm.parameters
+        return (*super().parameters, *(inside("norm", parameter) for parameter in of_norm))
 
     def of_rank(self, share: Share) -> MLPShape:
         if self.norm is not None:

@@ -60,7 +60,8 @@ class Fill:
     split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis (CAT) or stacks them
     along a new one (STACK). A source of experts has the layout `stacked`. `cut` is the rank's part. `format` names a
     quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits. `absent`: the
-    biases of q, k and v that have no source, and are zeros.
+    biases of q, k and v that have no source, and are zeros. `pointwise`: the source is the weight of a convolution of
+    one frame, [out, in, 1].
     """
 
     target: str
@@ -74,6 +75,7 @@ class Fill:
     stacked: StackedExperts | None = None
     exact: bool = False
     absent: tuple[int, ...] = ()
+    pointwise: bool = False
 
     @property
     def merged(self) -> int:

@@ -143,7 +143,12 @@ class Share:
 
 
 class PartShape:
-    """Dimensions and contents of one part. By default it contains nothing and is whole on each rank."""
+    """Dimensions and contents of one part. By default it contains nothing and is whole on each rank.
+
+    `convolves`: it reads the frames around each, so padding has to be masked in it, too.
+    """
+
+    convolves: ClassVar[bool] = False
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

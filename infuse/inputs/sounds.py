@@ -11,7 +11,7 @@ from infuse.inputs.component import MakeTensor
 from infuse.inputs.known import known
 
 _FRAMES = 12  # frames that are left of samples
-_FEATURES = 64  # frames of features, where the config demands no other number
+_FEATURES = 64  # frames of features, where the config demands no other number, as convolutions before a table do
 _MAIN = ("input_features", "input_values", "audio_mel", "padded_feature", "input_feature")
 _WITH_CHANNELS = ("dac", "omniasr", "pe_audio", "xcodec")  # model types whose samples have an axis of one channel
 _SPECIAL_BINS = ("feature_projection_input_dim", "input_feat_per_channel", "input_dim")

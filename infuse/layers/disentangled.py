@@ -86,12 +86,21 @@ def _line(pairs_TT: Tensor) -> Tensor | None:
 def _placed(x_BHTD: Tensor, y_HDN: Tensor, rows: Tensor, *, is_line: bool) -> Tensor:
     """The product [B, H, T, T] of each x with the y of `rows`: of each pair, or of the distances T - 1, ..., 1 - T.
 
-    The products with distances are put in place by a view whose rows start one column further left each.
+    Those of distances are put in place by a view whose rows start one column further left each.
     """
     batch, heads, tokens, _ = x_BHTD.shape
     if not is_line:
         products = torch.matmul(x_BHTD, y_HDN)
         return products.gather(-1, rows.expand(batch, heads, tokens, tokens))
-    products = torch.matmul(x_BHTD, y_HDN.index_select(-1, rows))
+    return placed_by_distance(torch.matmul(x_BHTD, y_HDN.index_select(-1, rows)))
+
+
+def placed_by_distance(products_BHTN: Tensor) -> Tensor:
+    """The product of query i and the distance of key j in the place i, j: a view [B, H, T, T].
+
+    The distances are those of the keys T - 1 places to the left, ..., T - 1 to the right: N = 2 T - 1.
+    """
+    batch, heads, tokens, _ = products_BHTN.shape
     of_head, wide = tokens * (2 * tokens - 1), 2 * tokens - 2
-    return products.as_strided((batch, heads, tokens, tokens), (heads * of_head, of_head, wide, 1), tokens - 1)
+    strides = (heads * of_head, of_head, wide, 1)
+    return products_BHTN.contiguous().as_strided((batch, heads, tokens, tokens), strides, tokens - 1)

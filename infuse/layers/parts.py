@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.attention import AttentionShape
+from infuse.architectures.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.dit import HeadsShape
 from infuse.architectures.feed_forward import FeedForwardShape
 from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
@@ -33,6 +34,7 @@ from infuse.architectures.streams import (
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
+from infuse.layers.conformer import Convolution, Factor, RelativeAttention
 from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
@@ -52,6 +54,9 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = Map
         LatentAttentionShape: LatentAttention,
         MLPShape: MLP,
         MoEShape: MoE,
+        RelativeAttentionShape: RelativeAttention,
+        ConvolutionShape: Convolution,
+        FactorShape: Factor,
         PerLayerInputShape: PerLayerInput,
         LayerScalarShape: LayerScalar,
         NormShape: lambda shape, context: Norm(shape, context.bodies),

@@ -33,7 +33,8 @@ class Session:
     The model runs on a cache from `make_cache`. New modules also run on caches from `also`, if the same arguments
     mean the same there. `texts`: each row holds two texts, separated by a 4-d mask. `paged`: they are packed as in
     continuous batching, with the cache that it passes to the attention function. `window`: length of sliding windows.
-    `states`: arguments that receive encoder states. An `optional` session that the model refuses yields no case.
+    `states`: arguments that receive encoder states. `frames`: a third of the frames is padding, the last of one row and
+    the first of another. An `optional` session that the model refuses yields no case.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Session:
     paged: bool = False
     window: int | None = None
     states: tuple[str, ...] = ()
+    frames: bool = False
     optional: bool = True
 
 
@@ -62,14 +64,23 @@ def plain_sessions(config: Any) -> list[Session]:
 
 
 def block_sessions(
-    model: nn.Module, decodes: bool, kv_cache: str | None = None, states: tuple[str, ...] = (), recurs: bool = False
+    model: nn.Module,
+    decodes: bool,
+    kv_cache: str | None = None,
+    states: tuple[str, ...] = (),
+    *,
+    recurs: bool = False,
+    convolves: bool = False,
 ) -> list[Session]:
     """Return the sessions to prove a block on; those with a cache only if it `decodes`.
 
     `kv_cache`: format of our cache to prove it on as well. `states`: arguments that receive encoder states. `recurs`: a
-    layer of the model has a recurrent state, which originals do not keep in our cache.
+    layer of the model has a recurrent state, which originals do not keep in our cache. `convolves`: the blocks read the
+    frames around each.
     """
     sessions = [replace(session, states=states) for session in _block_sessions(model, decodes, kv_cache)]
+    if convolves:
+        sessions.append(Session("padded frames", (first_tokens(getattr(model, "config", None)),), FEW, frames=True))
     theirs = partial(DynamicCache, config=getattr(model, "config", None))
     for i, session in enumerate(sessions):
         if recurs and session.make_cache is our_cache:
@@ -191,6 +202,12 @@ def session_inputs(
         elif i:
             mask = torch.cat((mask, torch.ones(session.batch, tokens, dtype=torch.long)), dim=1)
         arguments = new
+        if session.frames:
+            shape = next(value.shape[:2] for value in new.values() if value.dim() == 3)
+            mask = torch.ones(shape, dtype=torch.long)
+            mask[0, -(shape[1] // 3) :] = mask[1, : shape[1] // 3] = 0
+            yield arguments | {"attention_mask": mask.to(sample.device)} | more, mask.bool()
+            continue
         real = None
         if "attention_mask" in arguments:
             told = _two_texts(mask, sample.dtype) if session.texts else mask

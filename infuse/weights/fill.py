@@ -20,7 +20,17 @@ from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span
 from infuse.quant.format import Buffer, QuantizedWeight
 from infuse.quant.parse import quant_format
-from infuse.weights.lazy import InMemory, Joined, LazyTensor, Lookup, Transposed, place_of, stored_alike, tensor_at
+from infuse.weights.lazy import (
+    InMemory,
+    Joined,
+    LazyTensor,
+    Lookup,
+    Pointwise,
+    Transposed,
+    place_of,
+    stored_alike,
+    tensor_at,
+)
 from infuse.weights.mapped import StoredMatrix
 from infuse.weights.stacked_experts import TallMatrix, sliced
 
@@ -37,8 +47,16 @@ def moves(fill: Fill) -> bool:
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
-    """True if the fill's first source is not on meta: a table that the module computes, or a weight tied elsewhere."""
-    return not tensor_at(source, fill.sources[0]).is_meta
+    """True if the fill's first source has its values: a table that the module computes, or a weight tied elsewhere.
+
+    A buffer of the state dict has none, also where it is not on meta: they are in the checkpoint.
+    """
+    owner, leaf = place_of(source, fill.sources[0])
+    return not tensor_at(source, fill.sources[0]).is_meta and not _is_saved_buffer(owner, leaf)
+
+
+def _is_saved_buffer(owner: nn.Module, leaf: str) -> bool:
+    return leaf in owner._buffers and leaf not in owner._non_persistent_buffers_set
 
 
 def filled(fill: Fill, source: Lookup, dtype: torch.dtype | None) -> Tensor:
@@ -48,7 +66,7 @@ def filled(fill: Fill, source: Lookup, dtype: torch.dtype | None) -> Tensor:
         numbers = range(len(fill.sources)) if rows is None else [span.source for span in rows]
         tensor = torch.stack([source(fill.sources[number]).read() for number in numbers])
     elif moves(fill):
-        tensor = _stacked(fill, source(fill.sources[0])).read()
+        tensor = _as_matrix(fill, source(fill.sources[0])).read()
     else:
         return _copied(fill, target_of(fill, source), dtype)
     if dtype is None or dtype == tensor.dtype:
@@ -58,7 +76,7 @@ def filled(fill: Fill, source: Lookup, dtype: torch.dtype | None) -> Tensor:
 
 def target_of(fill: Fill, source: Lookup) -> Joined:
     """Assemble the target of `fill` lazily; it is neither cast nor quantized."""
-    sources = [_stacked(fill, source(name)) for name in fill.sources]
+    sources = [_as_matrix(fill, source(name)) for name in fill.sources]
     if fill.absent and fill.heads is not None:
         first = sources[0].read((slice(0, 1),))
         sources.append(InMemory(first.new_zeros(max(fill.heads.of_parts), *first.shape[1:])))
@@ -72,7 +90,9 @@ def target_of(fill: Fill, source: Lookup) -> Joined:
     return Joined.of({0: whole}, spans(fill), axis=1)
 
 
-def _stacked(fill: Fill, source: LazyTensor) -> LazyTensor:
+def _as_matrix(fill: Fill, source: LazyTensor) -> LazyTensor:
+    if fill.pointwise:
+        return Pointwise(source)
     return source if fill.stacked is None else TallMatrix(fill.stacked, source)
 
 
@@ -132,6 +152,8 @@ def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, .
     assert fill.cut is None, fill
     if fill.stacked is not None:
         return {fill.sources[0]: sliced(fill.stacked, target, shapes[fill.sources[0]])}
+    if fill.pointwise:
+        return {fill.sources[0]: target.unsqueeze(-1)}
     if fill.merge == STACK:
         return dict(zip(fill.sources, target.unbind(0), strict=True))
     if moves(fill):
@@ -209,6 +231,8 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
         if fill.format is not None:
             shape = (place.out_features, place.in_features)
             place.hold([QuantizedWeight.of(tensors, shape, quant_format(fill.format))])
+        elif leaf in tensors and leaf in place._buffers:
+            place._buffers[leaf] = tensors[leaf]
         elif tensors:
             value = tensors[leaf].to(torch.float32 if fill.exact else dtype)
             place._parameters[leaf] = nn.Parameter(value, requires_grad=False)
@@ -231,4 +255,8 @@ def saved_tensors(
                 wanted[named(at, buffer.name)] = Wanted(shape, buffer.dtype, fill.cut, of_whole)
         elif leaf in place._parameters:
             wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), plain, fill.cut)
+        elif _is_saved_buffer(place, leaf):
+            buffer = place.get_buffer(leaf)
+            kind = None if buffer.is_floating_point() else buffer.dtype
+            wanted[named(at, leaf)] = Wanted(tuple(buffer.shape), kind, fill.cut)
     return wanted

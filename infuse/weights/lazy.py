@@ -163,6 +163,26 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class Pointwise:
+    """`source`, the weight of a convolution of one frame [out, in, 1], as a matrix [out, in]."""
+
+    source: LazyTensor
+
+    coded = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape[:2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read(self, part: Slices = ()) -> Tensor:
+        return self.source.read(part).squeeze(-1)
+
+
+@dataclass(frozen=True)
 class Joined:
     """Spans of `sources`, one after another along `axis` (of a matrix: 0 outputs, 1 inputs)."""
 
