@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from infuse.activations import Act
 from infuse.architectures.bind import Binder
-from infuse.architectures.norm import Norm, NormShape
+from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, Parameter, PartShape, Share, inside, named
 from infuse.errors import SpecMismatch
 
@@ -94,9 +94,13 @@ class MLPShape(PartShape):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         of_norm = () if self.norm is None else self.norm.parameters
-        return (*super().parameters, *(inside("norm", parameter) for parameter in of_norm))
+        inner = (Extent(INNER, self.inner),)
+        return (*super().parameters, *(replace(inside("norm", parameter), extents=inner) for parameter in of_norm))
 
     def of_rank(self, share: Share) -> MLPShape:
-        if self.norm is not None:
-            raise SpecMismatch("MLP", ["normalises the inner features of all ranks"])
-        return replace(self, inner=share.count(INNER), out_bias=self.out_bias and share.is_first)
+        norm, inner = self.norm, share.count(INNER)
+        if norm is not None and norm.kind != RMS:
+            raise SpecMismatch("MLP", ["has a LayerNorm over the inner features of all ranks"])
+        if norm is not None and norm.weight is not None:
+            norm = replace(norm, width=inner, weight=(inner,), whole=norm.width)
+        return replace(self, inner=inner, out_bias=self.out_bias and share.is_first, norm=norm)

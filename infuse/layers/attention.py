@@ -33,7 +33,7 @@ from infuse.layers.linear import direct, product
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import attribute, is_paged, named_attention
 from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
-from infuse.layers.norm import Norm
+from infuse.layers.norm import Norm, scaled
 from infuse.layers.position import Positions, additive, grown, make_positions, missing
 from infuse.ops.cache_rows import values_of
 
@@ -361,7 +361,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         squares = torch.stack([x.float().square().sum(-1) / norm.shape.copies for x, norm in wide])
         totals = iter(self._group.all_reduce(squares, f"q and k norms of {self.shape.name}"))
         return [
-            _scaled(x, norm, next(totals)) if norm is not None and norm.shape.whole else _normed(x, norm, heads)
+            scaled(x, norm, next(totals)) if norm is not None and norm.shape.whole else _normed(x, norm, heads)
             for x, norm, heads in given
         ]
 
@@ -444,11 +444,3 @@ def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
 
 def _per_head(out: Tensor, factor: Tensor) -> Tensor:
     return (out.unflatten(-1, (factor.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
-
-
-def _scaled(x_BTM: Tensor, norm: Norm, squares_BT: Tensor) -> Tensor:
-    """Apply the RMS norm to x, given the sum of its squares over all ranks."""
-    assert norm.weight is not None
-    shape = norm.shape
-    normed = x_BTM.float() * torch.rsqrt(squares_BT[..., None] / shape.whole + shape.eps)
-    return (normed * (norm.weight.float() + shape.offset)).to(x_BTM.dtype)

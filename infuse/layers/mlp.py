@@ -12,7 +12,7 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import Settled
 from infuse.layers.linear import direct, product, takes_around
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
-from infuse.layers.norm import Norm
+from infuse.layers.norm import Norm, scaled
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 
@@ -27,6 +27,7 @@ class MLP(Settled, NativePart):
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
         self.activation, self.gated = shape.activation, shape.gated
+        self._group, self._name = context.group, context.name
         self.up, self.down = context.linear(up), context.linear(down)
         self.add_module("norm", Norm(shape.norm, bodies) if shape.norm else None)
 
@@ -42,8 +43,14 @@ class MLP(Settled, NativePart):
         else:
             inner = self._act(product(up, x, norm), self.activation)
         if held["norm"] is not None:
-            inner = direct(held["norm"], inner)
+            inner = self._normed(inner, held["norm"])
         return product(held["down"], inner, None, residual)
+
+    def _normed(self, inner: Tensor, norm: Norm) -> Tensor:
+        if not norm.shape.whole:
+            return direct(norm, inner)
+        squares = inner.float().square().sum(-1)
+        return scaled(inner, norm, self._group.all_reduce(squares, f"the norm of {self._name}"))
 
     def native(self, to: PartWriter) -> None:
         decline_if({"an encoder's MLP has a norm inside": to.of_encoder and self._modules["norm"] is not None})

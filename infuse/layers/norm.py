@@ -68,5 +68,13 @@ class Norm(Settled, NativePart):
         return f"{self.shape.kind}, {self.shape.width}, eps={self.shape.eps}"
 
 
+def scaled(x: Tensor, norm: Norm, squares: Tensor) -> Tensor:
+    """Apply an RMS norm to x [..., a rank's columns], given the sum of squares over the columns of all ranks, [...]."""
+    assert norm.weight is not None
+    shape = norm.shape
+    normed = x.float() * torch.rsqrt(squares[..., None] / shape.whole + shape.eps)
+    return (normed * (norm.weight.float() + shape.offset)).to(x.dtype)
+
+
 def _empty(shape: tuple[int, ...] | None) -> nn.Parameter | None:
     return None if shape is None else nn.Parameter(torch.empty(shape), requires_grad=False)

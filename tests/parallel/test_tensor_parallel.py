@@ -36,7 +36,8 @@ CUTS = (
     "cohere-qk", "nemotron", "phi-qk", "gpt2", "bigcode", "bigcode-heads", "gpt-neo", "gptj", "codegen", "gpt-neox",
     "opt", "opt-350m", "bloom", "falcon-7b", "falcon-40b", "falcon-rw", "mpt", "bert", "distilbert", "albert",
     "modernbert", "clip", "vit", "mixtral", "qwen2-moe", "glm4-moe", "minimax-m2",
-    "afmoe", "laguna", "cohere2-moe", "internvl-vision", "dinov3", "gemma4", "gemma4-dense", "llama4",
+    "afmoe", "laguna", "cohere2-moe", "internvl-vision", "dinov3", "gemma4", "gemma4-dense", "gemma4-experts", "llama4",
+    "bitnet", "olmoe-clip",
     "mpnet", "deberta-v3", "deberta-v2",
 )  # fmt: skip
 WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
