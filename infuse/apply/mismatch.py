@@ -24,6 +24,7 @@ from infuse.proof.in_place import Caller, in_place_mismatch
 from infuse.weights.undo import put
 
 NOT_RUN = "the original does not run on random inputs of its own"
+_MOST_BYTES_AT_ONCE = 1 << 28  # of linears that are proven in one run of their caller
 _NOT_CALLED = "the model's attention does not come through it"
 
 
@@ -55,12 +56,20 @@ def of_called(trial: Trial, step: Step, cases: list[Case]) -> str | None:
     caller = trial.callers.pop(step.path, None)  # pop it to free its recorded arguments
     if mismatch or caller is None:
         return mismatch
-    if caller.module not in trial.callers_with_all:
-        waiting = [path for path, other in trial.callers.items() if other.module is caller.module]
-        steps = {caller.path: step, **{trial.callers[path].path: trial.called[path] for path in waiting}}
-        with_all = compare.attempted(partial(_in_caller, trial, caller, steps)) if waiting else ""
-        trial.callers_with_all[caller.module] = with_all is None
-    return None if trial.callers_with_all[caller.module] else _in_caller(trial, caller, {caller.path: step})
+    if all(caller.kwargs is not kwargs for kwargs, _ in trial.calls_with_all):
+        trial.calls_with_all.append((caller.kwargs, _is_proven_with_all(trial, step, caller)))
+    is_proven = any(proven for kwargs, proven in trial.calls_with_all if kwargs is caller.kwargs)
+    return None if is_proven else _in_caller(trial, caller, {caller.path: step})
+
+
+def _is_proven_with_all(trial: Trial, step: Step, caller: Caller) -> bool:
+    """Whether the caller gives the same with all the new linears of this one call of it, if they are not too large."""
+    alike = {path: other for path, other in trial.callers.items() if other.kwargs is caller.kwargs}
+    sizes = [sum(p.nbytes for p in trial.model.get_submodule(path).parameters()) for path in (step.path, *alike)]
+    if not alike or sum(sizes) > _MOST_BYTES_AT_ONCE:
+        return False
+    steps = {caller.path: step, **{other.path: trial.called[path] for path, other in alike.items()}}
+    return compare.attempted(partial(_in_caller, trial, caller, steps)) is None
 
 
 def _in_caller(trial: Trial, caller: Caller, steps: Mapping[str, Step]) -> str | None:

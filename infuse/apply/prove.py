@@ -111,7 +111,7 @@ class Proofs:
         # and only on a live model, since a checkpoint's dtypes differ from the model's.
         in_place = trial.builder.group.size == 1 and trial.builder.source.is_live
         called = [step.path for step in steps if step.is_called] if in_place else []
-        trial.called = {step.path: step for step in steps if step.is_called}
+        trial.called, trial.calls_with_all = {step.path: step for step in steps if step.is_called}, []
         for done, step in enumerate(steps):
             interrupts.check()
             if step.path not in cases:

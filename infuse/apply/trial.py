@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -20,9 +21,9 @@ from infuse.proof.in_place import Caller
 class Trial:
     """State of the proofs. `calls`: calls of modules by path, recorded in a step of the model's pipeline.
 
-    `called`: steps of linears and experts, by path, and `callers`: of these. `callers_with_all`: whether a caller gives
-    the same with all of its new ones. `interpretations`: key of a layer that keeps its forward → number of the
-    proven interpretation. `modules`: proven modules that can be put in.
+    `called`: steps of linears and experts, by path, and `callers`: of these. `calls_with_all`: keyword arguments of a
+    caller's call, and whether it gives the same with all the new ones in it. `interpretations`: key of a layer that
+    keeps its forward → number of the proven interpretation. `modules`: proven modules that can be put in.
     """
 
     plan: Plan
@@ -31,7 +32,7 @@ class Trial:
     calls: Mapping[str, Call] = field(default_factory=dict)
     called: dict[str, Step] = field(default_factory=dict)
     callers: dict[str, Caller] = field(default_factory=dict)
-    callers_with_all: dict[nn.Module, bool] = field(default_factory=dict)
+    calls_with_all: list[tuple[dict[str, Any], bool]] = field(default_factory=list)
     interpretations: dict[tuple, int] = field(default_factory=dict)
     modules: list[tuple[Step, nn.Module]] = field(default_factory=list)
     _keys: dict[int, tuple[Step, tuple]] = field(default_factory=dict)  # by id of the step, which is kept alive here

@@ -230,13 +230,15 @@ class Convolution:
 
     `norm`: the name of its batch norm, or of a LayerNorm over channels. `up` and `down` are convolutions of one frame.
     `causal`: the module itself pads before the first frame. Padding is set to zero: the input of `up` (`masks_input`),
-    which takes a mask [B, T], or else its output, where no query of the attention's mask sees a frame.
+    which takes a mask [B, T], or else its output, where no query of the attention's mask sees a frame; `reads_numbers`:
+    also one of numbers.
     """
 
     path: str
     norm: str
     causal: bool = False
     masks_input: bool = False
+    reads_numbers: bool = False
 
     def bind(self, binder: Binder, name: str) -> ConvolutionShape:
         up_path, down_path, depthwise = (
@@ -264,6 +266,7 @@ class Convolution:
             down_bias=down.bias,
             norm=self._norm(binder, named(name, "norm"), channels),
             masks_input=self.masks_input,
+            reads_numbers=self.reads_numbers,
         )
 
     def _frames(self, binder: Binder, path: str, channels: int) -> tuple[int, int, int]:
@@ -314,6 +317,7 @@ class ConvolutionShape(PartShape):
     down_bias: bool
     norm: NormShape | BatchNormShape
     masks_input: bool
+    reads_numbers: bool
 
     convolves: ClassVar[bool] = True
 
@@ -417,7 +421,8 @@ LASR = PARAKEET.but(
         causal=False,
     ),
     more=(
-        *PARAKEET.more,
+        *((name, part) for name, part in PARAKEET.more if name != "conv"),
+        ("conv", Convolution("conv", "norm", reads_numbers=True)),  # as eager attention gets
         ("more", Factor("feed_forward_residual_weights", 1.5, _HALF)),
         ("twice", Factor("conv_residual_weights", 2.0, 1.0)),
     ),

@@ -99,8 +99,8 @@ class MLPShape(PartShape):
 
     def of_rank(self, share: Share) -> MLPShape:
         norm, inner = self.norm, share.count(INNER)
-        if norm is not None and norm.kind != RMS:
-            raise SpecMismatch("MLP", ["has a LayerNorm over the inner features of all ranks"])
-        if norm is not None and norm.weight is not None:
+        if norm is not None and (norm.kind != RMS or norm.weight is None):
+            raise SpecMismatch("MLP", ["has a norm over the inner features of all ranks that is no RMS with a weight"])
+        if norm is not None:
             norm = replace(norm, width=inner, weight=(inner,), whole=norm.width)
         return replace(self, inner=inner, out_bias=self.out_bias and share.is_first, norm=norm)

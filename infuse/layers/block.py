@@ -61,7 +61,8 @@ class Block(InferenceModule):
         skips_padding: bool = False,
     ):
         super().__init__()
-        self.shape, self._skips_padding = shape, skips_padding and not shape.causal
+        self.shape = shape
+        self._skips_padding = skips_padding and not shape.causal and not shape.convolves
         self.reduce = group.dense.adds(f"{path}: attention and MLP")
         for name, part in shape.held:
             ranks = group if part.expert_count else group.dense

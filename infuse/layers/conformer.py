@@ -51,14 +51,11 @@ class RelativeAttention(Mixer[RelativeAttentionShape]):
         self._attend = ops.attention.bound(context.bodies.get("attention", ops.REFERENCE))
 
     def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        shape, packed = self.shape, inputs.packed
+        shape = self.shape
         parts: dict[str, Any] = self._modules
         if inputs.cache is not None or inputs.causal:
             raise UnsupportedCall(f"{shape.name} sees all frames at once: it takes no cache and no causal order")
-        qkv = direct(parts["qkv"], x_BTC)
-        if packed is not None:
-            qkv = packed.spread(qkv)
-        qkv_BNTD = qkv.unflatten(-1, (-1, shape.head_width)).transpose(1, 2)
+        qkv_BNTD = direct(parts["qkv"], x_BTC).unflatten(-1, (-1, shape.head_width)).transpose(1, 2)
         q, k, v = qkv_BNTD.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
         scores = self._scores(q, inputs)
         if shape.by_vector:
@@ -73,7 +70,7 @@ class RelativeAttention(Mixer[RelativeAttentionShape]):
             weights = ops.attention_weights(q, k, mask, None, shape.scale, False, 0, 0.0).to(q.dtype)
             if shape.head_counts:
                 weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
-        return direct(parts["out"], out if packed is None else packed.taken(out)), weights
+        return direct(parts["out"], out), weights
 
     def _scores(self, q_BHTD: Tensor, inputs: Inputs) -> Tensor | None:
         """Scores of the queries with distances, [B, H, T, T]."""
@@ -174,16 +171,13 @@ class Convolution(InferenceModule):
 
     def forward(self, x_BTC: Tensor, inputs: Inputs, mask_BT: Tensor | None = None) -> tuple[Tensor, None]:
         """Return the branch [B, T, C], and no attention weights. `mask_BT`: nonzero for frames, zero for padding."""
-        shape, packed = self.shape, inputs.packed
+        shape = self.shape
         parts: dict[str, Any] = self._modules
         if shape.masks_input and mask_BT is not None:
-            hidden_BT1 = ~mask_BT.bool().unsqueeze(-1)
-            x_BTC = x_BTC.masked_fill(hidden_BT1 if packed is None else packed.taken(hidden_BT1), 0.0)
+            x_BTC = x_BTC.masked_fill(~mask_BT.bool().unsqueeze(-1), 0.0)
         y = F.glu(direct(parts["up"], x_BTC), dim=-1)
-        if packed is not None:
-            y = packed.spread(y)
         if not shape.masks_input and inputs.mask is not None:
-            y = y.masked_fill(_seen_by_none(inputs.mask), 0.0)
+            y = y.masked_fill(_seen_by_none(inputs.mask, shape.reads_numbers), 0.0)
         y_BCT = y.transpose(1, 2)
         if shape.left != shape.right:
             y_BCT = F.pad(y_BCT, (shape.left, shape.right))
@@ -193,11 +187,13 @@ class Convolution(InferenceModule):
         else:
             y = direct(parts["norm"], y_BCT.transpose(1, 2).contiguous())
         y = self._act(y, shape.activation)
-        return direct(parts["down"], y if packed is None else packed.taken(y)), None
+        return direct(parts["down"], y), None
 
 
-def _seen_by_none(mask: Any) -> Tensor:
-    """The frames that no query sees, [B, T, 1], of a mask [B, 1, T or 1, T]."""
+def _seen_by_none(mask: Any, reads_numbers: bool) -> Tensor:
+    """The frames that no query sees, [B, T, 1], of a mask [B, 1, T or 1, T]. Of numbers, zero means seen."""
+    if reads_numbers and isinstance(mask, Tensor) and mask.is_floating_point():
+        mask = mask == 0
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[1] != 1:
         found = f"{mask.dtype} {[*mask.shape]}" if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedCall(

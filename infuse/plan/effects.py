@@ -15,7 +15,7 @@ from infuse.plan.step import Step
 def without_effect(model: nn.Module, config: InferenceConfig, device: Device, steps: Collection[Step]) -> Iterator[str]:
     """Yield notes on settings without effect on `model` if `steps`, not executed yet, replace its layers."""
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in steps):
-        yield "skip_padding: no effect here: no encoder layer is replaced as a block"
+        yield "skip_padding: no effect here: no encoder layer without convolutions is a block"
     if config.kv_cache and not any(step.decodes for step in steps):
         why = "no decoder layer is replaced as a block"
         if any(isinstance(module, Block) for module in model.modules()):

@@ -3,7 +3,7 @@
 One run of the model on random inputs, with few of its layers, finds each linear's caller and its arguments. The caller
 then runs twice: with new linears in place of the originals, and with the originals using the new ones' forwards. Both
 must give the same result, whatever rounding the new linears add. It runs in the model's own dtype, as recorded, and
-once for all of its linears, because it may be slow.
+once for all linears in one call of it, because it may be slow.
 """
 
 from __future__ import annotations

@@ -208,11 +208,28 @@ def test_saved_shards(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     assert all(int(buffer) == 7 for buffer in buffers.values())
 
 
-def test_rows_of_padding_are_skipped() -> None:
-    original = bert()
-    engine, arguments = replaced(original, skip_padding=True), given(padded=True)
-    real = arguments["attention_mask"].bool()
-    assert error(logits(engine, arguments)[real], logits(original, arguments)[real]) < TOLERANCE
+@pytest.mark.parametrize("name", ["lasr", "wav2vec2-bert"])
+def test_padding_is_not_skipped(name: str) -> None:
+    """Convolutions read it: what the original makes of it, if a call does not mask it there."""
+    original: Any = MODELS[name]()
+    engine = replaced(original, skip_padding=True)
+    assert "skip_padding: no effect here" in str(engine.plan) and "are skipped" not in str(engine.plan)
+    for arguments in (given(padded=True), given()):
+        assert error(logits(engine, arguments), logits(original, arguments)) < TOLERANCE
+    x, mask = torch.randn(2, 9, 32), torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    mask[0, ..., :6] = False
+    if name == "wav2vec2-bert":
+        with torch.no_grad():
+            found, exact = (layers(each)[0](x, attention_mask=mask) for each in (engine.module, original))
+        assert error(found[0], exact[0]) < TOLERANCE
+
+
+def test_eager_attention_gets_a_mask_of_numbers() -> None:
+    original: Any = lasr()
+    original.set_attn_implementation("eager")
+    engine = replaced(original)
+    for arguments in (given(padded=True), given()):
+        assert error(logits(engine, arguments), logits(original, arguments)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["ParakeetForTDT", "ParakeetForRNNT"])
@@ -310,7 +327,7 @@ LAYERS: Mapping[str, tuple[str, Any, str, Any]] = MappingProxyType(
         ),
         "statistics of the batch": ("parakeet", conformer.BatchNorm, "forward", of_the_batch),
         "padding is not masked": (
-            "parakeet", conformer, "_seen_by_none", lambda mask: torch.zeros((), dtype=torch.bool),
+            "parakeet", conformer, "_seen_by_none", lambda mask, _: torch.zeros((), dtype=torch.bool),
         ),
     }
 )  # fmt: skip

@@ -256,8 +256,11 @@ def test_static_caches(name: str) -> None:
     assert torch.equal(tokens(engine, given, **how), tokens(original(name), given, **how))
 
 
-# The originals fail, too, if they keep latents: the cache of continuous batching has heads of one width.
-@pytest.mark.parametrize("name", [name for name in BLOCKS[1::4] if BY_NAME[name] not in LATENT_MIXTURES])
+# The originals fail, too, if they keep latents (the cache of continuous batching has heads of one width) or attend to
+# chunks, which it does not know.
+@pytest.mark.parametrize(
+    "name", [name for name in BLOCKS[1::4] if BY_NAME[name] not in LATENT_MIXTURES and not name.startswith("llama4")]
+)
 def test_continuous_batches(name: str) -> None:
     requests = [[5, 6, 7, 8], [20], [5, 6, 7, 8, 9]]
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32", verify="off")

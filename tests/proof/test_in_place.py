@@ -160,6 +160,40 @@ def test_a_caller_runs_once_for_all_of_its_linears(monkeypatch: pytest.MonkeyPat
         monkeypatch.undo()
 
 
+class CallsByMode(nn.Module):
+    """Calls one linear, or in its second mode another, whose weight it reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 48)
+        self.third = nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor, second: bool = False) -> Tensor:
+        part = self.part()
+        return self.third(part(x) + part.weight.to(x.dtype).mean()) if second else self.first(x)
+
+    def part(self) -> nn.Module:
+        return self.second
+
+
+class CallsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = CallsByMode(), nn.Linear(WIDTH, 7)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.head(self.inner(self.inner(hidden_states), second=True))
+
+
+def test_a_call_does_not_speak_for_another_of_the_same_caller() -> None:
+    model = CallsTwice().eval()
+    with torch.no_grad():
+        model.inner.second.weight += 0.1
+    engine = infuse.init_inference(model, dtype="fp32", quant="int8:16")
+    kinds = [type(linear) is QuantizedLinear for linear in engine.module.inner.children()]
+    assert kinds == [True, False, True]
+
+
 def test_a_model_that_cannot_be_run_is_proven_alone_and_says_so() -> None:
     class Strange(nn.Module):
         def __init__(self) -> None:
