@@ -159,9 +159,10 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     told = {
         "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
         "q_norm", "k_norm", "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
+        "v_norm", "out_norm", "norm", "lends", "borrows",
     }  # fmt: skip
     refused = {
-        "clip", "whole", "head_counts", "causal", "norm_after", "gate", "v_norm", "lends", "borrows",
+        "clip", "whole", "head_counts", "causal", "norm_after", "gate",
     }  # fmt: skip  # by Attention.native and Norm.native
     sizes_and_names = {"name", "hidden", "inner", "width", "copies", "inverted_mask", "replaces"}
     sizes_and_names |= {"first_head", "first_kv_head"}

@@ -253,7 +253,7 @@ def test_formats_in_blocks(name: str, format: str) -> None:
 def test_static_caches(name: str) -> None:
     given, how = inputs(BY_NAME[name], padding="left"), dict(do_sample=False, cache_implementation="static")
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32", verify="off")
-    assert torch.equal(tokens(engine, given, **how), tokens(original(name), given, **how))
+    assert torch.equal(tokens(engine, given, **how), tokens(BY_NAME[name].make(), given, **how))
 
 
 # The originals fail, too, if they keep latents (the cache of continuous batching has heads of one width) or attend to
@@ -267,7 +267,7 @@ def test_continuous_batches(name: str) -> None:
     settings = GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0, do_sample=False)
     room = ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=16)
     found = engine.generate_batch(requests, generation_config=settings, continuous_batching_config=room)
-    exact: Any = original(name)
+    exact: Any = BY_NAME[name].make()
     for ids, one in zip(requests, found.values(), strict=True):
         wanted = exact.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)
         assert one.error is None and one.generated_tokens == wanted[0, len(ids) :].tolist()

@@ -289,7 +289,7 @@ void run_attention(AttentionArgs& a) {
 bool attend(const Array& q, const Array& k, const Array& v, int64_t length, const Maybe& mask, const Maybe& bias,
             double scale, bool causal, int64_t window, double softcap, const Maybe& sinks, const Array& out) {
   AttentionArgs a{};
-  if (!set_attended(a, q, k, v)) return false;
+  if (!set_attended(a, q, k, v) || length < 1 || length > k.size(2)) return false;
   a.length = length;
   if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return false;
   if (!set_sinks(a.sinks, sinks, a.heads)) return false;

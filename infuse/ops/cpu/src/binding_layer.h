@@ -217,7 +217,8 @@ inline bool alike(const Maybe& t, ScalarType type, int64_t size) {
 }
 
 inline bool takes(const NormPart& norm, ScalarType type, int64_t columns) {
-  return alike(norm.weight, type, norm.kind == NormKind::factor ? 1 : columns) && alike(norm.bias, type, columns);
+  if (norm.kind == NormKind::factor) return norm.weight && alike(norm.weight, type, 1);
+  return alike(norm.weight, type, columns) && alike(norm.bias, type, columns);
 }
 
 // True if the norm spans all heads at once, false if it is per head.
@@ -267,8 +268,8 @@ inline bool takes(const RouterPart& router, ScalarType type, int64_t columns) {
   const Maybe& correction = router.correction;
   const bool corrects = !correction || (is_float(correction->scalar_type()) && correction->numel() == experts &&
                                         correction->is_contiguous());
-  const bool normed = (!router.norm || takes(*router.norm, type, columns)) && alike(router.gain, type, columns) &&
-                      alike(router.gains, type, experts);
+  const bool normed = (!router.norm || (router.gain && takes(*router.norm, type, columns))) &&
+                      alike(router.gain, type, columns) && alike(router.gains, type, experts);
   return corrects && normed && alike(router.bias, weight.scalar_type(), experts) && router.top_k >= 1 &&
          router.top_k <= experts;
 }
