@@ -27,6 +27,22 @@ class Separate:
     k: str
     v: str
 
+    def bind(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
+        """Bind them, merged as `target`; return hidden width, head width, and whether they have a bias."""
+        paths = (self.q, self.k, self.v)
+        q, k = (binder.linear(path) for path in paths[:2])
+        v = k if self.v == self.k else binder.linear(self.v)
+        linears = [q, k, v]
+        width = q.rows // heads
+        expected = (heads * width, kv_heads * width, kv_heads * width)
+        if (q.rows, k.rows, v.rows) != expected:
+            binder.differ(
+                f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}"
+            )
+        bias = binder.all_or_no_bias(paths, linears)
+        binder.fill_linear(target, paths, bias)
+        return q.columns, width, bias
+
 
 @dataclass(frozen=True)
 class Queries:
@@ -313,10 +329,7 @@ class Attention:
     def _sinks(self, binder: Binder, name: str, heads: int) -> bool:
         if self.sinks is None or self.sinks.path not in binder.parameters:
             return False
-        logits = binder.claim(self.sinks.path)
-        if tuple(logits.shape) != (heads,):
-            binder.differ(f"{self.sinks.path} has shape {tuple(logits.shape)}; there are {heads} heads")
-        binder.fills.append(Fill(f"{name}.sinks", (self.sinks.path,)))
+        binder.fill_parameter(f"{name}.sinks", self.sinks.path, (heads,))
         return True
 
     def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
@@ -328,19 +341,7 @@ class Attention:
             binder.fill_linear(target, (self.qkv.q,), q.bias)
             return q.columns, q.rows // heads, q.bias
         if isinstance(self.qkv, Separate):
-            paths = (self.qkv.q, self.qkv.k, self.qkv.v)
-            q, k = (binder.linear(path) for path in paths[:2])
-            v = k if self.qkv.v == self.qkv.k else binder.linear(self.qkv.v)
-            linears = [q, k, v]
-            width = q.rows // heads
-            expected = (heads * width, kv_heads * width, kv_heads * width)
-            if (q.rows, k.rows, v.rows) != expected:
-                binder.differ(
-                    f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}"
-                )
-            bias = binder.all_or_no_bias(paths, linears)
-            binder.fill_linear(target, paths, bias)
-            return q.columns, width, bias
+            return self.qkv.bind(binder, target, heads, kv_heads)
         packed = binder.linear(self.qkv.path)
         width = packed.rows // (heads + 2 * kv_heads)
         if packed.rows != (heads + 2 * kv_heads) * width:

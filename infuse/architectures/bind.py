@@ -149,6 +149,15 @@ class Binder:
         if bias:
             self.fills.append(Fill(f"{target}.bias", tuple(f"{p}.bias" for p in paths), False, packing, heads))
 
+    def fill_parameter(self, target: str, path: str, shape: tuple[int, ...]) -> None:
+        """Claim the parameter at `path`, which must have this shape, and add the fill that makes `target` from it."""
+        if path not in self.parameters:
+            self.differ(f"there is no parameter {path}")
+            return
+        if (found := tuple(self.claim(path).shape)) != shape:
+            self.differ(f"{path} has shape {found}, not {shape}")
+        self.fills.append(Fill(target, (path,)))
+
     def all_or_no_bias(self, paths: tuple[str, ...], linears: list[FoundLinear]) -> bool:
         with_bias = [path for path, linear in zip(paths, linears, strict=True) if linear.bias]
         if with_bias and len(with_bias) < len(paths):

@@ -61,7 +61,7 @@ class DistanceVectors:
             binder.differ(f"{self.keys} is no matrix {heads * width} x {hidden} without a bias")
         binder.fill_linear(f"{name}.distances", (self.keys,), bias=False)
         for target, path in (("content_bias", self.content), ("distance_bias", self.distance)):
-            _fill_parameter(binder, f"{name}.{target}", path, (heads, width))
+            binder.fill_parameter(f"{name}.{target}", path, (heads, width))
         return DistanceShape(BY_VECTOR, self.argument)
 
 
@@ -82,7 +82,7 @@ class DistanceTable:
         left, right = (number if isinstance(number, int) else 0 for number in found)
         if found != [left, right]:
             binder.differ(f"{self.left} and {self.right} of {module} are {found}, not two numbers")
-        _fill_parameter(binder, f"{name}.table", self.table, (left + right + 1, width))
+        binder.fill_parameter(f"{name}.table", self.table, (left + right + 1, width))
         return DistanceShape(BY_TABLE, left=left, right=right)
 
 
@@ -117,14 +117,7 @@ class RelativeAttention:
     def bind(self, binder: Binder, name: str) -> RelativeAttentionShape:
         heads = binder.count("num_attention_heads")
         kv_heads = heads if self.kv_heads is None else binder.count(self.kv_heads)
-        paths = (self.qkv.q, self.qkv.k, self.qkv.v)
-        linears = [binder.linear(path) for path in paths]
-        width, hidden = linears[0].rows // heads, linears[0].columns
-        rows, wanted = [linear.rows for linear in linears], [heads * width, kv_heads * width, kv_heads * width]
-        if rows != wanted:
-            binder.differ(f"q, k, v have {rows} rows; {heads} and {kv_heads} heads want {wanted}")
-        bias = binder.all_or_no_bias(paths, linears)
-        binder.fill_linear(f"{name}.qkv", paths, bias)
+        hidden, width, bias = self.qkv.bind(binder, f"{name}.qkv", heads, kv_heads)
         out = binder.linear(self.out)
         if (out.rows, out.columns) != (hidden, heads * width):
             binder.differ(f"{self.out} is no matrix {hidden} x {heads * width}")
@@ -251,10 +244,10 @@ class Convolution:
         for target, path, linear in (("up", up_path, up), ("down", down_path, down)):
             binder.fill_linear(named(name, target), (path,), linear.bias, pointwise=True)
         kernel, left, right = self._frames(binder, depthwise, channels)
-        _fill_parameter(binder, named(name, "depthwise.weight"), f"{depthwise}.weight", (channels, 1, kernel))
+        binder.fill_parameter(named(name, "depthwise.weight"), f"{depthwise}.weight", (channels, 1, kernel))
         bias = f"{depthwise}.bias" in binder.parameters
         if bias:
-            _fill_parameter(binder, named(name, "depthwise.bias"), f"{depthwise}.bias", (channels,))
+            binder.fill_parameter(named(name, "depthwise.bias"), f"{depthwise}.bias", (channels,))
         return ConvolutionShape(
             channels=channels,
             kernel=kernel,
@@ -297,7 +290,7 @@ class Convolution:
             binder.differ(f"{path} has no weight or no running statistics")
             return BatchNormShape(channels, norm.eps)
         for leaf in ("weight", "bias"):
-            _fill_parameter(binder, f"{name}.{leaf}", f"{path}.{leaf}", (channels,))
+            binder.fill_parameter(f"{name}.{leaf}", f"{path}.{leaf}", (channels,))
         leaves = ("running_mean", "running_var", "num_batches_tracked")
         binder.fills.extend(Fill(f"{name}.{leaf}", (f"{path}.{leaf}",)) for leaf in leaves)
         return BatchNormShape(channels, norm.eps)
@@ -357,16 +350,6 @@ class FactorShape(PartShape):
     """A bound Factor."""
 
     number: float
-
-
-def _fill_parameter(binder: Binder, target: str, path: str, shape: tuple[int, ...]) -> None:
-    """Claim the parameter at `path`, which becomes `target`, and compare its shape."""
-    if path not in binder.parameters:
-        binder.differ(f"there is no parameter {path}")
-        return
-    if (found := tuple(binder.claim(path).shape)) != shape:
-        binder.differ(f"{path} has shape {found}, not {shape}")
-    binder.fills.append(Fill(target, (path,)))
 
 
 _ATTENTION, _HALF = "self_attn", 0.5

@@ -137,7 +137,7 @@ GEMMA4_UNIFIED = LayerSpec(
     ),
     post1=Norm("post_attention_layernorm", RMS),
     norm2=Norm("pre_feedforward_layernorm", RMS),
-    mlp=GatedMLP(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", activation="hidden_activation"),
+    mlp=GatedMLP.at("mlp", "hidden_activation"),
     post2=Norm("post_feedforward_layernorm", RMS),
     more=(("scalar", LayerScalar("layer_scalar")),),
     program=(*_PROGRAM, _SCALED),

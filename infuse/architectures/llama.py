@@ -23,7 +23,7 @@ LLAMA = LayerSpec(
         position=Rotary(),
     ),
     norm2=Norm("post_attention_layernorm", RMS),
-    mlp=GatedMLP(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
+    mlp=GatedMLP.at("mlp"),
 )
 QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
 WINDOW = (("sliding_window", "sliding_window"),)

@@ -35,10 +35,6 @@ class GrowingWhereNotRotated(Attention):
         return None
 
 
-def _gated(path: str) -> GatedMLP:
-    return GatedMLP(gate=f"{path}.gate_proj", up=f"{path}.up_proj", down=f"{path}.down_proj")
-
-
 _L2 = Norm(f"{_ATTENTION}.qk_norm", RMS)
 LLAMA4 = LayerSpec(
     layer="transformers.models.llama4.modeling_llama4.Llama4TextDecoderLayer",
@@ -57,8 +53,8 @@ LLAMA4 = LayerSpec(
     mlp=MoE(
         ScoringRouter(f"{_MLP}.router", score=None, rounded_score=True),
         experts=f"{_MLP}.experts",
-        shared=_gated(f"{_MLP}.shared_expert"),
-        dense=_gated(_MLP),
+        shared=GatedMLP.at(f"{_MLP}.shared_expert"),
+        dense=GatedMLP.at(_MLP),
         weighs_inputs=True,
     ),
     values=("position_ids",),  # which the layer does not hand on to its attention

@@ -30,10 +30,6 @@ _M = "transformers.models."
 _BIAS = "e_score_correction_bias"
 
 
-def _gated(path: str) -> GatedMLP:
-    return GatedMLP(gate=f"{path}.gate_proj", up=f"{path}.up_proj", down=f"{path}.down_proj")
-
-
 MIXTRAL_ROUTER = Router("mlp.gate", normalise=True)
 QWEN_ROUTER = Router("mlp.gate", normalise="norm_topk_prob", cast=LOGITS)
 DEEPSEEK_ROUTER = Router(
@@ -113,20 +109,22 @@ MISTRAL4_ROUTER = Router(
 # The dense layers that mixtures are like: Mistral's and Qwen 3's.
 _MISTRAL = LLAMA.but(attn=dict(passes=WINDOW))
 _QWEN3 = LLAMA.but(attn=dict(passes=WINDOW, **QK_NORM))
-_SHARED = _gated("mlp.shared_experts")
-DEEPSEEK_MOE = MoE(DEEPSEEK_ROUTER, shared=_SHARED, dense=_gated("mlp"))
-DEEPSEEK_V2_MOE = MoE(DEEPSEEK_V2_ROUTER, shared=_SHARED, dense=_gated("mlp"))
+_SHARED = GatedMLP.at("mlp.shared_experts")
+DEEPSEEK_MOE = MoE(DEEPSEEK_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp"))
+DEEPSEEK_V2_MOE = MoE(DEEPSEEK_V2_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp"))
 DEEPSEEK_V2_GROUPED = replace(DEEPSEEK_V2_MOE, router=replace(DEEPSEEK_V2_ROUTER, groups=Groups(MAX, fill=0.0)))
 WITHOUT_GROUPS, IN_GROUPS = (("topk_method", "greedy"),), (("topk_method", "group_limited_greedy"),)
-MISTRAL4_MOE = MoE(MISTRAL4_ROUTER, shared=_SHARED, dense=_gated("mlp"))
+MISTRAL4_MOE = MoE(MISTRAL4_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp"))
 
 MIXTRAL = _MISTRAL.but(layer=_M + "mixtral.modeling_mixtral.MixtralDecoderLayer", mlp=MoE(MIXTRAL_ROUTER))
 QWEN3_MOE = _QWEN3.but(
-    layer=_M + "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer", mlp=MoE(QWEN_ROUTER, dense=_gated("mlp"))
+    layer=_M + "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer", mlp=MoE(QWEN_ROUTER, dense=GatedMLP.at("mlp"))
 )
 QWEN2_MOE = LLAMA.but(
     layer=_M + "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer",
-    mlp=MoE(QWEN_ROUTER, shared=_gated("mlp.shared_expert"), gate="mlp.shared_expert_gate", dense=_gated("mlp")),
+    mlp=MoE(
+        QWEN_ROUTER, shared=GatedMLP.at("mlp.shared_expert"), gate="mlp.shared_expert_gate", dense=GatedMLP.at("mlp")
+    ),
 )
 MELLUM = QWEN3_MOE.but(layer=_M + "mellum.modeling_mellum.MellumDecoderLayer")
 OLMOE = _MISTRAL.but(
@@ -150,7 +148,7 @@ SOLAR_OPEN = LLAMA.but(layer=_M + "solar_open.modeling_solar_open.SolarOpenDecod
 HY_V3 = LLAMA.but(
     layer=_M + "hy_v3.modeling_hy_v3.HYV3DecoderLayer",
     attn=QK_NORM,
-    mlp=MoE(HY_ROUTER, shared=_SHARED, dense=_gated("mlp")),
+    mlp=MoE(HY_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp")),
 )
 MINIMAX_M2 = LLAMA.but(
     layer=_M + "minimax_m2.modeling_minimax_m2.MiniMaxM2DecoderLayer", attn=QK_NORM, mlp=MoE(MINIMAX_ROUTER)
@@ -158,7 +156,7 @@ MINIMAX_M2 = LLAMA.but(
 ERNIE4_5_MOE = LLAMA.but(
     layer=_M + "ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeDecoderLayer",
     attn=dict(position=Rotary(interleaved=True, in_halves=True)),
-    mlp=MoE(ERNIE_ROUTER, shared=_SHARED, dense=_gated("mlp")),
+    mlp=MoE(ERNIE_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp")),
 )
 GRANITE_MOE = LLAMA.but(
     layer=_M + "granitemoe.modeling_granitemoe.GraniteMoeDecoderLayer",
@@ -180,14 +178,14 @@ GPT_OSS = LLAMA.but(
 FLINT = LLAMA.but(
     layer=_M + "flint.modeling_flint.FlintDecoderLayer",
     attn=dict(SINKS, position=Rotary(where=("sliding_window",)), **QK_NORM),
-    mlp=MoE(FLINT_ROUTER, shared=_gated("mlp.shared_expert"), dense=_gated("mlp")),
+    mlp=MoE(FLINT_ROUTER, shared=GatedMLP.at("mlp.shared_expert"), dense=GatedMLP.at("mlp")),
 )
 HUNYUAN_MOE = LLAMA.but(
     layer=_M + "hunyuan_v1_moe.modeling_hunyuan_v1_moe.HunYuanMoEV1DecoderLayer",
     attn=dict(
         q_norm=Norm("self_attn.query_layernorm", RMS), k_norm=Norm("self_attn.key_layernorm", RMS), norm_after=True
     ),
-    mlp=MoE(HUNYUAN_ROUTER, shared=_gated("mlp.shared_mlp")),
+    mlp=MoE(HUNYUAN_ROUTER, shared=GatedMLP.at("mlp.shared_mlp")),
 )
 PHIMOE = LLAMA.but(
     layer=_M + "phimoe.modeling_phimoe.PhimoeDecoderLayer",
@@ -216,19 +214,21 @@ AFMOE = _QWEN3.but(
     norm2=Norm("pre_mlp_layernorm", RMS),
     post2=Norm("post_mlp_layernorm", RMS),
     attn=dict(position=Rotary(where=("is_local_attention",)), gate=OutputGate("self_attn.gate_proj")),
-    mlp=MoE(AFMOE_ROUTER, shared=_SHARED, dense=_gated("mlp")),
+    mlp=MoE(AFMOE_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp")),
 )
 LAGUNA = _QWEN3.but(
     layer=_M + "laguna.modeling_laguna.LagunaDecoderLayer",
     attn=dict(heads="num_attention_heads_per_layer", gate=OutputGate("self_attn.g_proj", GATE_SOFTPLUS)),
-    mlp=MoE(LAGUNA_ROUTER, shared=_SHARED, dense=_gated("mlp"), scale="routed_scaling_factor"),
+    mlp=MoE(LAGUNA_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp"), scale="routed_scaling_factor"),
 )
 _COHERE2_MOE = _MISTRAL.but(
     layer=_M + "cohere2_moe.modeling_cohere2_moe.Cohere2MoeDecoderLayer",
     residual=PARALLEL,
     norm2=None,
     attn=dict(position=Rotary(interleaved=True, where=("sliding_window", "force_rope"))),
-    mlp=MoE(COHERE_SOFTMAX_ROUTER, shared=_SHARED, dense=_gated("mlp"), combine="shared_expert_combination_strategy"),
+    mlp=MoE(
+        COHERE_SOFTMAX_ROUTER, shared=_SHARED, dense=GatedMLP.at("mlp"), combine="shared_expert_combination_strategy"
+    ),
 )
 _LAYER_NORM = dict(norm1=Norm("input_layernorm", LAYER))
 _BY_SOFTMAX, _WITHOUT_RMS = ("expert_selection_fn", "softmax"), ("rms_norm_eps", None)
@@ -243,7 +243,7 @@ ARIA_TEXT = LLAMA.but(layer=_M + "aria.modeling_aria.AriaTextDecoderLayer", mlp=
 QWEN3_VL_MOE = _QWEN3.but(
     layer=_M + "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
     attn=dict(passes=()),
-    mlp=MoE(replace(QWEN_ROUTER, normalise=True), dense=_gated("mlp")),
+    mlp=MoE(replace(QWEN_ROUTER, normalise=True), dense=GatedMLP.at("mlp")),
 )
 QWEN3_OMNI_THINKER = QWEN3_MOE.but(
     layer=_M + "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer"

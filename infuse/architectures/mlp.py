@@ -33,6 +33,11 @@ class GatedMLP:
     activation: str | Act = "hidden_act"
     norm: Norm | None = None
 
+    @classmethod
+    def at(cls, path: str, activation: str | Act = "hidden_act") -> GatedMLP:
+        """The MLP at `path` whose linears have the usual names."""
+        return cls(f"{path}.gate_proj", f"{path}.up_proj", f"{path}.down_proj", activation)
+
     def bind(self, binder: Binder, name: str) -> MLPShape:
         bound = _bind(binder, name, (self.gate, self.up), self.down, self.activation, gated=True)
         return bound if self.norm is None else replace(bound, norm=self.norm.bind(binder, f"{name}.norm"))

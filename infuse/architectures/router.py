@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from infuse.architectures.bind import Binder
@@ -183,14 +183,10 @@ class NormedRouter(Router):
     def bind(self, binder: Binder, name: str) -> NormedRouterShape:
         bound = super().bind(binder, name)
         norm = Norm(named(self.module, self.norm), RMS).bind(binder, f"{name}.norm")
-        for path, size in ((self.gain, bound.hidden), (self.gains, bound.experts)):
-            source = named(self.module, path)
-            if source not in binder.parameters or tuple(binder.claim(source).shape) != (size,):
-                binder.differ(f"{source} is no vector of {size} numbers")
-        binder.fills.append(Fill(f"{name}.gain", (named(self.module, self.gain),)))
-        binder.fills.append(Fill(f"{name}.gains", (named(self.module, self.gains),)))
+        for target, path, size in (("gain", self.gain, bound.hidden), ("gains", self.gains, bound.experts)):
+            binder.fill_parameter(f"{name}.{target}", named(self.module, path), (size,))
         return NormedRouterShape(
-            **{each.name: getattr(bound, each.name) for each in fields(bound)},
+            **vars(bound),
             norm=norm or NormShape(RMS, bound.hidden, 0.0, 0.0, None, False),
             factor=self._number(binder, self.factor, 1.0),
         )
@@ -222,7 +218,7 @@ class ScoringRouter(Router):
 
     def bind(self, binder: Binder, name: str) -> ScoringRouterShape:
         bound = super().bind(binder, name)
-        return ScoringRouterShape(**{each.name: getattr(bound, each.name) for each in fields(bound)})
+        return ScoringRouterShape(**vars(bound))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ QWEN2_5_VL = QWEN3_VL.but(
     layer=_M + "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionBlock",
     norm1=Norm("norm1", RMS),
     norm2=Norm("norm2", RMS),
-    mlp=GatedMLP(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
+    mlp=GatedMLP.at("mlp"),
 )
 QWEN2_5_OMNI = QWEN2_5_VL.but(
     layer=_M + "qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniVisionBlock",
