@@ -146,6 +146,20 @@ def test_no_call_is_recorded_after_known_numbers_become_unknown() -> None:
     assert recorded_calls(model, {"layer": model.layer}, torch.float32)[0] == {}
 
 
+def test_sounds_are_as_long_as_the_model_needs() -> None:
+    """Wav2Vec2-BERT's config counts 5,000 positions that it does not need; Whisper takes no other number of frames."""
+    sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = transformers.Wav2Vec2BertConfig(**sizes, feature_projection_input_dim=16)
+    assert config.max_source_positions == 5000
+    assert random_inputs(transformers.Wav2Vec2BertModel(config))["input_features"].shape[1] <= 128
+    whisper = transformers.WhisperConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=96, max_source_positions=75, pad_token_id=0,
+        decoder_start_token_id=1, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    assert random_inputs(transformers.WhisperModel(whisper))["input_features"].shape[2] == 150
+
+
 def test_known_numbers_are_computed_with() -> None:
     model = outline(Known(), torch.float32)
     (call, *_) = recorded_calls(model, {"layer": model.layer}, torch.float32)[0]["layer"]

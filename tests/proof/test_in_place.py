@@ -140,8 +140,10 @@ class CallsThree(nn.Module):
 
 
 def test_a_caller_runs_once_for_all_of_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
-    for reads, runs in ((False, 2), (True, 2 + 3 * 2)):  # with one that is refused, each is tried alone
+    # With one that is refused, or with linears too large for one run, each is tried alone.
+    for reads, most, runs in ((False, 1 << 20, 2), (True, 1 << 20, 2 + 3 * 2), (False, 1000, 3 * 2)):
         monkeypatch.setattr(CallsThree, "reads", reads)
+        monkeypatch.setattr(proof_of_called, "_MOST_BYTES_AT_ONCE", most)
         monkeypatch.setattr(CallsThree, "runs", [])
         noted: list[int] = []
         found = proof_of_called.in_place_mismatch
