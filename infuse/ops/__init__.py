@@ -11,6 +11,7 @@ import infuse.ops.cpu.modulated  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.recurrence  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.router  # noqa: F401  (declares bodies)
 import infuse.ops.dequantized  # noqa: F401  (declares bodies)
@@ -27,13 +28,16 @@ import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
 from infuse.activations import ExpertGate
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
+from infuse.ops.causal_conv import causal_conv
 from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.experts import experts, quantized_experts
+from infuse.ops.gated_norm import gated_norm
 from infuse.ops.group_norm import group_norm
 from infuse.ops.joined import joined_heads
 from infuse.ops.latent_attention import latent_attention
 from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
+from infuse.ops.linear_attention import linear_attention
 from infuse.ops.modulated import gated_add, gated_add_norm, modulated_norm
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered
@@ -42,9 +46,9 @@ from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.router import router
 
 __all__ = [
-    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate",
-    "Op", "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks",
-    "experts", "gated_activation", "gated_add", "gated_add_norm", "group_norm", "joined_heads", "latent_attention",
-    "layer_norm", "linear", "modulated_norm", "quantize", "quantized_embedding", "quantized_experts",
-    "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
+    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate", "Op",
+    "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks", "causal_conv",
+    "experts", "gated_activation", "gated_add", "gated_add_norm", "gated_norm", "group_norm", "joined_heads",
+    "latent_attention", "layer_norm", "linear", "linear_attention", "modulated_norm", "quantize", "quantized_embedding",
+    "quantized_experts", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
 ]  # fmt: skip

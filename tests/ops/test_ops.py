@@ -77,8 +77,11 @@ def test_body_is_the_reference(name: str, body: str, dtype: torch.dtype) -> None
             compare(name, body, case, dtype)
 
 
-# Bodies whose functions are PyTorch's and not as strict as the reference, see test_damage_stays_in_its_row_and_head.
-NOT_STRICT = {("attention", "torch"), ("group_norm", "torch")}
+# Bodies whose functions are PyTorch's and not as strict as the reference, see test_damage_stays_in_its_row_and_head,
+# and those that compute several tokens at once, in which infinity less infinity is NaN: cpu/test_recurrence.py.
+NOT_STRICT = {
+    ("attention", "torch"), ("group_norm", "torch"), ("linear_attention", "torch"), ("linear_attention", "cpu"),
+}  # fmt: skip
 NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 
 
@@ -139,7 +142,8 @@ def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dty
         wide = in_float32(given, dtype)
         found, wanted = results(op.reference, given, mutated), results(op.reference, wide, mutated)
         for a, b in zip(found, wanted, strict=True):
-            assert a.dtype == (dtype if b.is_floating_point() and name != "quantize" else b.dtype), case.label
+            if not (name == "linear_attention" and b is wanted[1]):  # its states are in float32
+                assert a.dtype == (dtype if b.is_floating_point() and name != "quantize" else b.dtype), case.label
             assert_near(a, b, dtype, f"{name}, {case.label}")
 
 

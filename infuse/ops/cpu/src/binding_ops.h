@@ -22,6 +22,11 @@ void add_norm(const NormRule& rule, const Array& x, const Array& residual, const
 // since PyTorch sums the squares. x and weight of one type, contiguous.
 void rounded_norm(const Array& x, const Array& weight, double eps, const Array& y);
 
+// binding_recurrence.cpp: the whole of each, on the threads that are there; `rows` of x.
+void convolve(const ConvArgs& a);
+void scan(const ScanArgs& a);
+void gated_norm(const GatedNormArgs& a, int64_t rows);
+
 // binding_largest.cpp: for each row of x [..., V], contiguous, the index of its largest value: the first of equals, and
 // the first NaN if there is one, as torch.argmax.
 void largest(const Array& x, int64_t* to);

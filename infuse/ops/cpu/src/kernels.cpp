@@ -11,6 +11,7 @@
 #include "norm.h"
 #include "quantize.h"
 #include "probe.h"
+#include "recurrence.h"
 #include "router.h"
 #include "shared.h"
 
@@ -53,6 +54,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::expert_kernels(),
       INFUSE_ISA::router_kernels(),
       INFUSE_ISA::quantize,
+      {INFUSE_ISA::convolve, INFUSE_ISA::scan, INFUSE_ISA::gated_norm},
       INFUSE_ISA::read_bytes,
       INFUSE_ISA::multiply_registers,
       INFUSE_ISA::sum_arrays,

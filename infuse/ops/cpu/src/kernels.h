@@ -7,6 +7,7 @@
 #include "expert_kernels.h"
 #include "linear_kernels.h"
 #include "quantize_kernels.h"
+#include "recurrence_kernels.h"
 #include "router_kernels.h"
 #include "types.h"
 
@@ -97,6 +98,7 @@ struct Kernels {
   ExpertKernels experts;
   RouterKernels router;
   QuantizeKernel quantize;
+  RecurrenceKernels recurrence;
   uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
   double (*multiply_registers)(Instruction, int64_t rounds);
   void (*sum_arrays)(const SumArgs&, int64_t begin, int64_t end);  // shared.h; elements [begin, end)

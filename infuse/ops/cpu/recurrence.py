@@ -1,0 +1,61 @@
+"""The ops of recurrent mixers in C++ (src/recurrence.h): causal_conv, linear_attention, gated_norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.native import DTYPES, kernels, needs
+from infuse.ops.causal_conv import causal_conv
+from infuse.ops.gated_norm import gated_norm
+from infuse.ops.linear_attention import linear_attention
+
+MOST_TAPS, MOST_KEY_WIDTH = 16, 256  # kMostTaps, kMostKeyWidth in src/recurrence_kernels.h
+
+
+def _sliced(*tensors: Tensor | None) -> bool:
+    """Whether the axes after the tokens' are contiguous in tensors [B, T, ...]."""
+    return all(each is None or each[0, 0].is_contiguous() for each in tensors)
+
+
+def _whole(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    return all(each is None or (each.dtype is dtype and each.is_contiguous()) for each in tensors)
+
+
+@causal_conv.implement("cpu", needs)
+def _causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, gate: Tensor | None, out_gate: Tensor | None,
+    silu: bool,
+) -> Any:  # fmt: skip
+    given = (x, gate, out_gate)
+    takes = x.dtype in DTYPES and x.numel() > 0 and weight.dtype in (x.dtype, torch.float32)
+    takes = takes and weight.shape[0] <= MOST_TAPS and _whole(x.dtype, state) and _whole(weight.dtype, weight, bias)
+    if takes and all(each is None or each.dtype is x.dtype for each in given) and _sliced(*given):
+        return kernels().causal_conv.default(x, weight, bias, state, gate, out_gate, silu)
+    return causal_conv.reference(x, weight, bias, state, gate, out_gate, silu)
+
+
+@linear_attention.implement("cpu", needs)
+def _linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None,
+    scale: float, normalise: bool, delta: bool,
+) -> Any:  # fmt: skip
+    takes = v.dtype in DTYPES and v.numel() > 0 and q.dtype is k.dtype is v.dtype and k.shape[3] <= MOST_KEY_WIDTH
+    if takes and _whole(torch.float32, decay, beta, skip, state) and _sliced(q, k, v):
+        return kernels().linear_attention.default(q, k, v, decay, beta, skip, state, scale, normalise, delta)
+    body = linear_attention.body("torch")
+    return body(q, k, v, decay, beta, skip, state, scale, normalise, delta)
+
+
+@gated_norm.implement("cpu", needs)
+def _gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, width: int, eps: float, gate_first: bool, sigmoid: bool
+) -> Any:
+    takes = x.dtype in DTYPES and x.numel() > 0 and gate.dtype is x.dtype and x.dim() == 3
+    takes = takes and _whole(x.dtype, x, weight) and _sliced(gate)
+    # Its tokens lie at one distance: rows of one batch row, or all of them.
+    if takes and (gate.shape[0] == 1 or gate.stride(0) == gate.stride(1) * gate.shape[1]):
+        return kernels().gated_norm.default(x, gate, weight, width, eps, gate_first, sigmoid)
+    return gated_norm.reference(x, gate, weight, width, eps, gate_first, sigmoid)

@@ -1,0 +1,114 @@
+// What recurrent mixers compute as PyTorch operators; ops/cpu/{causal_conv,linear_attention,gated_norm}.py check shapes
+// and dtypes.
+#include "binding.h"
+#include "binding_ops.h"
+
+namespace infuse {
+
+void convolve(const ConvArgs& a) {
+  const auto tokens = kernels().recurrence.convolve;
+  over_rows(a.batch * a.tokens, a.channels * a.taps, [&](int64_t begin, int64_t end) { tokens(a, begin, end); });
+  // The last rows of what it saw. Rows that move up inside `after` are read before they are written.
+  const int64_t row_bytes = a.channels * (a.type == Type::f32 ? 4 : 2), from_call = std::min(a.tokens, a.taps);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    char* to = static_cast<char*>(a.after) + b * a.taps * row_bytes;
+    const int64_t kept = a.taps - from_call;
+    if (!a.before) {
+      std::memset(to, 0, size_t(kept * row_bytes));
+    } else {
+      std::memmove(to, static_cast<const char*>(a.before) + (b * a.taps + from_call) * row_bytes,
+                   size_t(kept * row_bytes));
+    }
+    for (int64_t j = 0; j < from_call; ++j) {
+      const int64_t t = a.tokens - from_call + j, element = row_bytes / a.channels;
+      char* row = to + (kept + j) * row_bytes;
+      const char* x = static_cast<const char*>(a.x) + (b * a.x_b + t * a.x_t) * element;
+      if (!a.gate) {
+        std::memcpy(row, x, size_t(row_bytes));
+        continue;
+      }
+      NormArgs product{};
+      product.x = x, product.y = row, product.rows = 1, product.columns = a.channels, product.scales = true;
+      product.weight = static_cast<const char*>(a.gate) + (b * a.gate_b + t * a.gate_t) * element, product.type = a.type;
+      kernels().norm(product, 0, 1);
+    }
+  }
+}
+
+void scan(const ScanArgs& a) {
+  const auto heads = kernels().recurrence.scan;
+  const int64_t each = a.key_width * a.value_width * a.tokens;
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(each, 1));
+  parallel_for(0, a.batch * a.heads, grain, [&](int64_t begin, int64_t end) { heads(a, begin, end); });
+}
+
+void gated_norm(const GatedNormArgs& a, int64_t rows) {
+  const auto some = kernels().recurrence.gated_norm;
+  over_rows(rows, a.width, [&](int64_t begin, int64_t end) { some(a, begin, end); });
+}
+
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+const void* data_of(const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+const float* floats_of(const MaybeTensor& t) { return static_cast<const float*>(data_of(t)); }
+
+std::tuple<Tensor, Tensor> causal_conv(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor state, MaybeTensor gate,
+                                       MaybeTensor out_gate, bool silu) {
+  ConvArgs a{};
+  a.batch = x.size(0), a.tokens = x.size(1), a.channels = x.size(2), a.taps = weight.size(0);
+  Tensor y = empty({a.batch, a.tokens, a.channels}, x), after = empty({a.batch, a.taps, a.channels}, x);
+  a.x = x.const_data_ptr(), a.x_b = x.stride(0), a.x_t = x.stride(1);
+  a.gate = data_of(gate), a.out_gate = data_of(out_gate);
+  if (gate) a.gate_b = gate->stride(0), a.gate_t = gate->stride(1);
+  if (out_gate) a.out_b = out_gate->stride(0), a.out_t = out_gate->stride(1);
+  a.weight = weight.const_data_ptr(), a.bias = data_of(bias), a.before = data_of(state);
+  a.y = y.mutable_data_ptr(), a.after = after.mutable_data_ptr();
+  a.silu = silu, a.type = type_of(x), a.weight_type = type_of(weight);
+  convolve(a);
+  return {y, after};
+}
+
+std::tuple<Tensor, Tensor> linear_attention(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, MaybeTensor skip,
+                                            MaybeTensor state, double scale, bool normalise, bool delta) {
+  ScanArgs a{};
+  a.batch = v.size(0), a.tokens = v.size(1), a.heads = v.size(2), a.value_width = v.size(3);
+  a.groups = k.size(2), a.key_width = k.size(3);
+  Tensor out = empty({a.batch, a.tokens, a.heads, a.value_width}, v);
+  Tensor after = empty({a.batch, a.heads, a.key_width, a.value_width}, decay);
+  a.q = q.const_data_ptr(), a.q_b = q.stride(0), a.q_t = q.stride(1);
+  a.k = k.const_data_ptr(), a.k_b = k.stride(0), a.k_t = k.stride(1);
+  a.v = v.const_data_ptr(), a.v_b = v.stride(0), a.v_t = v.stride(1);
+  a.decay = floats_of(decay), a.beta = floats_of(beta), a.skip = floats_of(skip), a.before = floats_of(state);
+  a.after = static_cast<float*>(after.mutable_data_ptr()), a.out = out.mutable_data_ptr();
+  a.scale = float(scale), a.normalise = normalise, a.by_key = decay.dim() == 4, a.delta = delta;
+  a.type = type_of(v);
+  scan(a);
+  return {out, after};
+}
+
+Tensor gated_norm_of(Tensor x, Tensor gate, MaybeTensor weight, int64_t width, double eps, bool gate_first,
+                     bool sigmoid) {
+  const int64_t columns = x.size(2), rows = x.numel() / width;
+  Tensor y = empty_as(x);
+  GatedNormArgs a{};
+  a.x = x.const_data_ptr(), a.gate = gate.const_data_ptr(), a.weight = data_of(weight), a.y = y.mutable_data_ptr();
+  a.width = width, a.each = columns / width, a.gate_t = gate.stride(1);
+  a.weight_rows = weight ? weight->numel() / width : 1;
+  a.eps = float(eps), a.gate_first = gate_first, a.sigmoid = sigmoid, a.type = type_of(x);
+  gated_norm(a, rows);
+  return y;
+}
+
+}  // namespace
+
+INFUSE_OPERATORS(CPU,
+    {"causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? gate, Tensor? out_gate, bool silu) -> "
+     "(Tensor, Tensor)", TORCH_BOX(&causal_conv)},
+    {"linear_attention(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor? skip, Tensor? state, "
+     "float scale, bool normalise, bool delta) -> (Tensor, Tensor)", TORCH_BOX(&linear_attention)},
+    {"gated_norm(Tensor x, Tensor gate, Tensor? weight, int width, float eps, bool gate_first, bool sigmoid) -> Tensor",
+     TORCH_BOX(&gated_norm_of)})
+
+}  // namespace infuse

@@ -1,0 +1,287 @@
+// What recurrent mixers compute. A state [D, V] of linear attention is read and written once for a block of tokens: with
+// R tokens, those before a token in its block add to what the state gives it. All in float32, rounded once.
+#pragma once
+
+#include "activation.h"
+#include "kernels.h"
+#include "vec_math.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+template <class F>
+[[gnu::always_inline]] inline void over_lanes(int64_t columns, const F& run) {
+  int64_t c = 0;
+  for (; c + Vec::width <= columns; c += Vec::width) run(c, Vec::width);
+  if (c < columns) run(c, int(columns - c));
+}
+
+// ---- a causal convolution ----
+
+// x as a value of type T.
+template <class T>
+inline Vec rounded(Vec x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  if constexpr (std::is_same_v<T, bf16>) return nearest_bf16(x);
+  T narrow[Vec::width];
+  store(narrow, x, Vec::width);
+  return load(narrow, Vec::width);
+}
+
+// Row `at` of what the convolution sees in batch row b, at column c: the present call's from 0 on.
+template <class T>
+[[gnu::always_inline]] inline Vec seen(const ConvArgs& a, int64_t b, int64_t at, int64_t c, int n) {
+  if (at < 0) return load(static_cast<const T*>(a.before) + (b * a.taps + a.taps + at) * a.channels + c, n);
+  const Vec x = load(static_cast<const T*>(a.x) + b * a.x_b + at * a.x_t + c, n);
+  if (!a.gate) return x;
+  return rounded<T>(x * load(static_cast<const T*>(a.gate) + b * a.gate_b + at * a.gate_t + c, n));  // as the state is
+}
+
+template <class T, class W>
+void convolve_token(const ConvArgs& a, int64_t b, int64_t t) {
+  const int64_t first = a.before || t + 1 >= a.taps ? 0 : a.taps - 1 - t;  // taps before it meet nothing
+  T* y = static_cast<T*>(a.y) + (b * a.tokens + t) * a.channels;
+  over_lanes(a.channels, [&](int64_t c, int n) {
+    Vec sum = a.bias ? load(static_cast<const W*>(a.bias) + c, n) : Vec();
+    for (int64_t j = first; j < a.taps; ++j) {
+      const Vec w = load(static_cast<const W*>(a.weight) + j * a.channels + c, n);
+      sum = fma(w, seen<T>(a, b, t + j + 1 - a.taps, c, n), sum);
+    }
+    if (a.silu) sum = activated<Act::silu, T>(sum);
+    if (a.out_gate) {
+      sum = rounded<T>(sum) * load(static_cast<const T*>(a.out_gate) + b * a.out_b + t * a.out_t + c, n);
+    }
+    store(y + c, sum, n);
+  });
+}
+
+inline void convolve(const ConvArgs& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t i = begin; i < end; ++i) {
+      a.weight_type == Type::f32 ? convolve_token<T, float>(a, i / a.tokens, i % a.tokens)
+                                 : convolve_token<T, T>(a, i / a.tokens, i % a.tokens);
+    }
+  });
+}
+
+// ---- linear attention ----
+
+// Registers of sums that a block has for what its tokens read: R tokens x NC registers of columns, twice.
+#if defined(__AVX512F__)
+constexpr int kScanRegisters = 8;
+#else
+constexpr int kScanRegisters = 4;
+#endif
+
+// What a block of R tokens of one head needs of keys, queries and decays. `query` and `key` are decayed from the block's
+// begin, `last` are keys decayed to its end, `decay` is that of the whole block. met[r][s]: key r times key s, seen[r][s]:
+// query r times key s, with the decay between them.
+template <int R>
+struct ScanBlock {
+  alignas(64) float query[R][kMostKeyWidth], key[R][kMostKeyWidth], last[R][kMostKeyWidth], decay[kMostKeyWidth];
+  float met[R][R], seen[R][R], beta[R];
+};
+
+// A row of queries or keys in float32.
+template <class T>
+inline void take_row(const T* from, int64_t width, bool normalise, float scale, float* to) {
+  Vec squares;
+  over_lanes(width, [&](int64_t d, int n) {
+    const Vec x = load(from + d, n);
+    squares = fma(x, x, squares);
+    store(to + d, x, n);
+  });
+  const Vec factor(normalise ? scale / std::sqrt(squares.sum() + 1e-6f) : scale);
+  over_lanes(width, [&](int64_t d, int n) { store(to + d, load(to + d, n) * factor, n); });
+}
+
+inline float product(const float* a, const float* b, int64_t width) {
+  Vec sum;
+  over_lanes(width, [&](int64_t d, int n) { sum = fma(load(a + d, n), load(b + d, n), sum); });
+  return sum.sum();
+}
+
+template <class T, int R>
+void prepare_block(const ScanArgs& a, int64_t b, int64_t head, int64_t first, ScanBlock<R>& block) {
+  const int64_t D = a.key_width, group = head / (a.heads / a.groups);
+  alignas(64) float q[kMostKeyWidth], each[kMostKeyWidth];
+  over_lanes(D, [&](int64_t d, int n) { store(block.decay + d, Vec(1.0f), n); });
+  for (int r = 0; r < R; ++r) {
+    const int64_t t = first + r, at = (b * a.tokens + t) * a.heads + head;
+    float* k = block.last[r];
+    take_row(static_cast<const T*>(a.q) + b * a.q_b + t * a.q_t + group * D, D, a.normalise, a.scale, q);
+    take_row(static_cast<const T*>(a.k) + b * a.k_b + t * a.k_t + group * D, D, a.normalise, 1.0f, k);
+    block.beta[r] = a.beta[at];
+    const float same = a.by_key ? 0.0f : std::exp(a.decay[at]);
+    over_lanes(D, [&](int64_t d, int n) {
+      const Vec factor = a.by_key ? exp(load(a.decay + at * D + d, n)) : Vec(same);
+      const Vec whole = load(block.decay + d, n) * factor;
+      store(each + d, factor, n);
+      store(block.decay + d, whole, n);
+      store(block.query[r] + d, load(q + d, n) * whole, n);
+      store(block.key[r] + d, load(k + d, n) * whole, n);
+    });
+    for (int s = 0; s < r; ++s) {
+      float* before = block.last[s];
+      over_lanes(D, [&](int64_t d, int n) { store(before + d, load(before + d, n) * load(each + d, n), n); });
+      block.met[r][s] = a.delta ? product(k, before, D) : 0.0f;
+      block.seen[r][s] = product(q, before, D);
+    }
+    block.seen[r][r] = product(q, k, D);
+  }
+}
+
+// R tokens of one head, in NC registers of columns from c on, of n lanes each.
+template <class T, int R, int NC, bool DELTA>
+[[gnu::always_inline]] inline void scan_columns(const ScanArgs& a, const ScanBlock<R>& block, const T* v, T* out,
+                                                float skip, float* state, int64_t c, int n) {
+  const int64_t D = a.key_width, V = a.value_width;
+  Vec given[R][NC], sums[R][NC];  // what the keys read of the state, then what the tokens write; what the queries read
+  const auto values = [&](int r, int j) { return load(v + r * a.v_t + c + j * Vec::width, n); };
+  const auto correct = [&](int r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < NC; ++j) {
+      Vec d = values(r, j);
+      if constexpr (DELTA) {
+        d = d - given[r][j];
+        for (int s = 0; s < r; ++s) d = d - Vec(block.met[r][s]) * given[s][j];
+      }
+      given[r][j] = d * Vec(block.beta[r]);
+    }
+  };
+  const auto update = [&](float* row, Vec (&s)[NC], int64_t d) {
+    const Vec decay(block.decay[d]);
+#pragma GCC unroll 8
+    for (int j = 0; j < NC; ++j) s[j] = s[j] * decay;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec last(block.last[r][d]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NC; ++j) s[j] = fma(last, given[r][j], s[j]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < NC; ++j) store(row + j * Vec::width, s[j], n);
+  };
+  if constexpr (!DELTA) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) correct(r);
+  }
+  float* row = state + c;
+  for (int64_t d = 0; d < D; ++d, row += V) {
+    Vec s[NC];
+#pragma GCC unroll 8
+    for (int j = 0; j < NC; ++j) s[j] = load(row + j * Vec::width, n);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec query(block.query[r][d]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NC; ++j) sums[r][j] = fma(query, s[j], sums[r][j]);
+      if constexpr (DELTA) {
+        const Vec key(block.key[r][d]);
+#pragma GCC unroll 8
+        for (int j = 0; j < NC; ++j) given[r][j] = fma(key, s[j], given[r][j]);
+      }
+    }
+    if constexpr (!DELTA) update(row, s, d);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    if constexpr (DELTA) correct(r);
+    T* to = out + r * a.heads * V + c;
+#pragma GCC unroll 8
+    for (int j = 0; j < NC; ++j) {
+      Vec y = sums[r][j];
+      for (int s = 0; s <= r; ++s) y = fma(Vec(block.seen[r][s]), given[s][j], y);
+      if (skip != 0.0f) y = fma(Vec(skip), values(r, j), y);
+      store(to + j * Vec::width, y, n);
+    }
+  }
+  if constexpr (DELTA) {
+    row = state + c;
+    for (int64_t d = 0; d < D; ++d, row += V) {
+      Vec s[NC];
+#pragma GCC unroll 8
+      for (int j = 0; j < NC; ++j) s[j] = load(row + j * Vec::width, n);
+      update(row, s, d);
+    }
+  }
+}
+
+template <class T, int R, bool DELTA>
+void scan_block(const ScanArgs& a, int64_t b, int64_t head, int64_t first, float* state) {
+  constexpr int NC = kScanRegisters / R;
+  const int64_t V = a.value_width;
+  ScanBlock<R> block;
+  prepare_block<T>(a, b, head, first, block);
+  const T* v = static_cast<const T*>(a.v) + b * a.v_b + first * a.v_t + head * V;
+  T* out = static_cast<T*>(a.out) + ((b * a.tokens + first) * a.heads + head) * V;
+  const float skip = a.skip ? a.skip[head] : 0.0f;
+  int64_t c = 0;
+  for (; c + NC * Vec::width <= V; c += NC * Vec::width) {
+    scan_columns<T, R, NC, DELTA>(a, block, v, out, skip, state, c, Vec::width);
+  }
+  for (; c + Vec::width <= V; c += Vec::width) {
+    scan_columns<T, R, 1, DELTA>(a, block, v, out, skip, state, c, Vec::width);
+  }
+  if (c < V) scan_columns<T, R, 1, DELTA>(a, block, v, out, skip, state, c, int(V - c));
+}
+
+template <class T, bool DELTA>
+void scan_head(const ScanArgs& a, int64_t b, int64_t head) {
+  const int64_t size = a.key_width * a.value_width, at = (b * a.heads + head) * size;
+  float* state = a.after + at;
+  if (!a.before) {
+    std::memset(state, 0, size_t(size) * sizeof(float));
+  } else if (a.before != a.after) {
+    std::memcpy(state, a.before + at, size_t(size) * sizeof(float));
+  }
+  int64_t t = 0;
+  for (; t + 4 <= a.tokens; t += 4) scan_block<T, 4, DELTA>(a, b, head, t, state);
+  for (; t + 2 <= a.tokens; t += 2) scan_block<T, 2, DELTA>(a, b, head, t, state);
+  for (; t < a.tokens; ++t) scan_block<T, 1, DELTA>(a, b, head, t, state);
+}
+
+inline void scan(const ScanArgs& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t i = begin; i < end; ++i) {
+      a.delta ? scan_head<T, true>(a, i / a.heads, i % a.heads) : scan_head<T, false>(a, i / a.heads, i % a.heads);
+    }
+  });
+}
+
+// ---- a norm with a gate ----
+
+template <class T>
+void gated_norm_row(const GatedNormArgs& a, int64_t row) {
+  const T* x = static_cast<const T*>(a.x) + row * a.width;
+  const T* gate = static_cast<const T*>(a.gate) + row / a.each * a.gate_t + row % a.each * a.width;
+  const T* weight = a.weight ? static_cast<const T*>(a.weight) + row % a.weight_rows * a.width : nullptr;
+  T* y = static_cast<T*>(a.y) + row * a.width;
+  const auto gated = [&](int64_t c, int n) {
+    const Vec g = load(gate + c, n);
+    return a.sigmoid ? Vec(1.0f) / (Vec(1.0f) + exp(Vec(0.0f) - g)) : activated<Act::silu, T>(g);
+  };
+  Vec squares;
+  if (weight) {
+    over_lanes(a.width, [&](int64_t c, int n) {
+      const Vec v = a.gate_first ? load(x + c, n) * gated(c, n) : load(x + c, n);
+      squares = fma(v, v, squares);
+    });
+  }
+  const Vec factor(weight ? 1 / std::sqrt(squares.sum() / float(a.width) + a.eps) : 1.0f);
+  over_lanes(a.width, [&](int64_t c, int n) {
+    const Vec made = load(x + c, n) * gated(c, n) * factor;
+    store(y + c, weight ? made * load(weight + c, n) : made, n);
+  });
+}
+
+inline void gated_norm(const GatedNormArgs& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto type) {
+    for (int64_t row = begin; row < end; ++row) gated_norm_row<decltype(type)>(a, row);
+  });
+}
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse
