@@ -2,6 +2,8 @@
 // R tokens, those before a token in its block add to what the state gives it. All in float32, rounded once.
 #pragma once
 
+#include <memory>
+
 #include "activation.h"
 #include "kernels.h"
 #include "vec_math.h"
@@ -28,40 +30,56 @@ inline Vec rounded(Vec x) {
   return load(narrow, Vec::width);
 }
 
-// Row `at` of what the convolution sees in batch row b, at column c: the present call's from 0 on.
+// The rows that the convolution sees for one token, from the first tap on, and those of gates that multiply them (or
+// null: rows of the state are multiplied already).
 template <class T>
-[[gnu::always_inline]] inline Vec seen(const ConvArgs& a, int64_t b, int64_t at, int64_t c, int n) {
-  if (at < 0) return load(static_cast<const T*>(a.before) + (b * a.taps + a.taps + at) * a.channels + c, n);
-  const Vec x = load(static_cast<const T*>(a.x) + b * a.x_b + at * a.x_t + c, n);
-  if (!a.gate) return x;
-  return rounded<T>(x * load(static_cast<const T*>(a.gate) + b * a.gate_b + at * a.gate_t + c, n));  // as the state is
+struct SeenRows {
+  const T *x[kMostTaps], *gate[kMostTaps];
+  int64_t first;  // taps before it meet nothing
+
+  SeenRows(const ConvArgs& a, int64_t b, int64_t t) : first(a.before || t + 1 >= a.taps ? 0 : a.taps - 1 - t) {
+    for (int64_t j = first; j < a.taps; ++j) {
+      const int64_t at = t + j + 1 - a.taps;
+      const bool is_new = at >= 0;
+      x[j] = is_new ? static_cast<const T*>(a.x) + b * a.x_b + at * a.x_t
+                    : static_cast<const T*>(a.before) + (b * a.taps + a.taps + at) * a.channels;
+      gate[j] = is_new && a.gate ? static_cast<const T*>(a.gate) + b * a.gate_b + at * a.gate_t : nullptr;
+    }
+  }
+};
+
+template <class T, class W, bool GATED>
+void convolve_token(const ConvArgs& a, int64_t b, int64_t t) {
+  const SeenRows<T> rows(a, b, t);
+  const T* out_gate = GATED && a.out_gate ? static_cast<const T*>(a.out_gate) + b * a.out_b + t * a.out_t : nullptr;
+  const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
+  T* y = static_cast<T*>(a.y) + (b * a.tokens + t) * a.channels;
+  const auto some = [&](int64_t c, int n) {
+    Vec sum = bias ? load(bias + c, n) : Vec();
+    for (int64_t j = rows.first; j < a.taps; ++j) {
+      Vec x = load(rows.x[j] + c, n);
+      if (GATED && rows.gate[j]) x = rounded<T>(x * load(rows.gate[j] + c, n));  // as it is in the state
+      sum = fma(load(weight + j * a.channels + c, n), x, sum);
+    }
+    if (a.silu) sum = activated<Act::silu, T>(sum);
+    if (GATED && out_gate) sum = rounded<T>(sum) * load(out_gate + c, n);
+    store_coarse(y + c, sum, n);
+  };
+  over_lanes(a.channels, some);
 }
 
 template <class T, class W>
-void convolve_token(const ConvArgs& a, int64_t b, int64_t t) {
-  const int64_t first = a.before || t + 1 >= a.taps ? 0 : a.taps - 1 - t;  // taps before it meet nothing
-  T* y = static_cast<T*>(a.y) + (b * a.tokens + t) * a.channels;
-  over_lanes(a.channels, [&](int64_t c, int n) {
-    Vec sum = a.bias ? load(static_cast<const W*>(a.bias) + c, n) : Vec();
-    for (int64_t j = first; j < a.taps; ++j) {
-      const Vec w = load(static_cast<const W*>(a.weight) + j * a.channels + c, n);
-      sum = fma(w, seen<T>(a, b, t + j + 1 - a.taps, c, n), sum);
-    }
-    if (a.silu) sum = activated<Act::silu, T>(sum);
-    if (a.out_gate) {
-      sum = rounded<T>(sum) * load(static_cast<const T*>(a.out_gate) + b * a.out_b + t * a.out_t + c, n);
-    }
-    store(y + c, sum, n);
-  });
+void convolve_tokens(const ConvArgs& a, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    a.gate || a.out_gate ? convolve_token<T, W, true>(a, i / a.tokens, i % a.tokens)
+                         : convolve_token<T, W, false>(a, i / a.tokens, i % a.tokens);
+  }
 }
 
 inline void convolve(const ConvArgs& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto type) {
     using T = decltype(type);
-    for (int64_t i = begin; i < end; ++i) {
-      a.weight_type == Type::f32 ? convolve_token<T, float>(a, i / a.tokens, i % a.tokens)
-                                 : convolve_token<T, T>(a, i / a.tokens, i % a.tokens);
-    }
+    a.weight_type == Type::f32 ? convolve_tokens<T, float>(a, begin, end) : convolve_tokens<T, T>(a, begin, end);
   });
 }
 
@@ -132,13 +150,13 @@ void prepare_block(const ScanArgs& a, int64_t b, int64_t head, int64_t first, Sc
   }
 }
 
-// R tokens of one head, in NC registers of columns from c on, of n lanes each.
+// R tokens of one head, whose values v and results are NC registers of n lanes each. Rows of the state are `step` apart.
 template <class T, int R, int NC, bool DELTA>
 [[gnu::always_inline]] inline void scan_columns(const ScanArgs& a, const ScanBlock<R>& block, const T* v, T* out,
-                                                float skip, float* state, int64_t c, int n) {
-  const int64_t D = a.key_width, V = a.value_width;
+                                                float skip, float* state, int64_t step, int n) {
+  const int64_t D = a.key_width;
   Vec given[R][NC], sums[R][NC];  // what the keys read of the state, then what the tokens write; what the queries read
-  const auto values = [&](int r, int j) { return load(v + r * a.v_t + c + j * Vec::width, n); };
+  const auto values = [&](int r, int j) { return load(v + r * a.v_t + j * Vec::width, n); };
   const auto correct = [&](int r) {
 #pragma GCC unroll 8
     for (int j = 0; j < NC; ++j) {
@@ -167,8 +185,8 @@ template <class T, int R, int NC, bool DELTA>
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) correct(r);
   }
-  float* row = state + c;
-  for (int64_t d = 0; d < D; ++d, row += V) {
+  float* row = state;
+  for (int64_t d = 0; d < D; ++d, row += step) {
     Vec s[NC];
 #pragma GCC unroll 8
     for (int j = 0; j < NC; ++j) s[j] = load(row + j * Vec::width, n);
@@ -188,7 +206,7 @@ template <class T, int R, int NC, bool DELTA>
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     if constexpr (DELTA) correct(r);
-    T* to = out + r * a.heads * V + c;
+    T* to = out + r * a.heads * a.value_width;
 #pragma GCC unroll 8
     for (int j = 0; j < NC; ++j) {
       Vec y = sums[r][j];
@@ -198,8 +216,8 @@ template <class T, int R, int NC, bool DELTA>
     }
   }
   if constexpr (DELTA) {
-    row = state + c;
-    for (int64_t d = 0; d < D; ++d, row += V) {
+    row = state;
+    for (int64_t d = 0; d < D; ++d, row += step) {
       Vec s[NC];
 #pragma GCC unroll 8
       for (int j = 0; j < NC; ++j) s[j] = load(row + j * Vec::width, n);
@@ -208,38 +226,83 @@ template <class T, int R, int NC, bool DELTA>
   }
 }
 
+// One head of one batch row: where its values, results and state are.
+template <class T>
+struct ScanHead {
+  const T* v;
+  T* out;
+  float *state, skip;
+
+  ScanHead(const ScanArgs& a, int64_t b, int64_t head)
+      : v(static_cast<const T*>(a.v) + b * a.v_b + head * a.value_width),
+        out(static_cast<T*>(a.out) + (b * a.tokens * a.heads + head) * a.value_width),
+        state(a.after + (b * a.heads + head) * a.key_width * a.value_width), skip(a.skip ? a.skip[head] : 0.0f) {}
+};
+
+// Calls run(c, n, registers) for the columns of values: `registers` registers from c on, of n lanes each.
+template <int NC, class F>
+[[gnu::always_inline]] inline void over_values(int64_t columns, const F& run) {
+  int64_t c = 0;
+  for (; c + NC * Vec::width <= columns; c += NC * Vec::width) run(c, Vec::width, std::integral_constant<int, NC>());
+  for (; c + Vec::width <= columns; c += Vec::width) run(c, Vec::width, std::integral_constant<int, 1>());
+  if (c < columns) run(c, int(columns - c), std::integral_constant<int, 1>());
+}
+
+// R tokens, whose state streams through the caches.
 template <class T, int R, bool DELTA>
-void scan_block(const ScanArgs& a, int64_t b, int64_t head, int64_t first, float* state) {
-  constexpr int NC = kScanRegisters / R;
-  const int64_t V = a.value_width;
+void scan_few(const ScanArgs& a, const ScanHead<T>& of, int64_t b, int64_t head, int64_t first) {
   ScanBlock<R> block;
   prepare_block<T>(a, b, head, first, block);
-  const T* v = static_cast<const T*>(a.v) + b * a.v_b + first * a.v_t + head * V;
-  T* out = static_cast<T*>(a.out) + ((b * a.tokens + first) * a.heads + head) * V;
-  const float skip = a.skip ? a.skip[head] : 0.0f;
-  int64_t c = 0;
-  for (; c + NC * Vec::width <= V; c += NC * Vec::width) {
-    scan_columns<T, R, NC, DELTA>(a, block, v, out, skip, state, c, Vec::width);
-  }
-  for (; c + Vec::width <= V; c += Vec::width) {
-    scan_columns<T, R, 1, DELTA>(a, block, v, out, skip, state, c, Vec::width);
-  }
-  if (c < V) scan_columns<T, R, 1, DELTA>(a, block, v, out, skip, state, c, int(V - c));
+  const T* v = of.v + first * a.v_t;
+  T* out = of.out + first * a.heads * a.value_width;
+  over_values<kScanRegisters / R>(a.value_width, [&](int64_t c, int n, auto registers) {
+    constexpr int NC = decltype(registers)::value;
+    scan_columns<T, R, NC, DELTA>(a, block, v + c, out + c, of.skip, of.state + c, a.value_width, n);
+  });
+}
+
+// Many tokens: some columns of the state at a time stay in the nearest cache for kScanBlocks blocks.
+constexpr int kScanBlocks = 8, kBlockTokens = 4;
+template <class T, bool DELTA>
+void scan_many(const ScanArgs& a, const ScanHead<T>& of, int64_t b, int64_t head, int64_t first, ScanBlock<4>* blocks) {
+  for (int i = 0; i < kScanBlocks; ++i) prepare_block<T>(a, b, head, first + i * kBlockTokens, blocks[i]);
+  const int64_t D = a.key_width, V = a.value_width;
+  over_values<kScanRegisters / kBlockTokens>(V, [&](int64_t c, int n, auto registers) {
+    constexpr int NC = decltype(registers)::value;
+    alignas(64) float near[kMostKeyWidth * NC * Vec::width];
+    const auto move = [&](const auto& each) {
+      for (int64_t d = 0; d < D; ++d) {
+        for (int j = 0; j < NC; ++j) each(near + (d * NC + j) * Vec::width, of.state + d * V + c + j * Vec::width);
+      }
+    };
+    move([&](float* own, const float* state) { store(own, load(state, n), Vec::width); });
+    for (int i = 0; i < kScanBlocks; ++i) {
+      const int64_t t = first + i * kBlockTokens;
+      scan_columns<T, kBlockTokens, NC, DELTA>(a, blocks[i], of.v + t * a.v_t + c, of.out + t * a.heads * V + c, of.skip,
+                                               near, NC * Vec::width, n);
+    }
+    move([&](const float* own, float* state) { store(state, load(own, n), n); });
+  });
 }
 
 template <class T, bool DELTA>
 void scan_head(const ScanArgs& a, int64_t b, int64_t head) {
-  const int64_t size = a.key_width * a.value_width, at = (b * a.heads + head) * size;
-  float* state = a.after + at;
+  const ScanHead<T> of(a, b, head);
+  const int64_t size = a.key_width * a.value_width;
   if (!a.before) {
-    std::memset(state, 0, size_t(size) * sizeof(float));
+    std::memset(of.state, 0, size_t(size) * sizeof(float));
   } else if (a.before != a.after) {
-    std::memcpy(state, a.before + at, size_t(size) * sizeof(float));
+    std::memcpy(of.state, a.before + (b * a.heads + head) * size, size_t(size) * sizeof(float));
   }
   int64_t t = 0;
-  for (; t + 4 <= a.tokens; t += 4) scan_block<T, 4, DELTA>(a, b, head, t, state);
-  for (; t + 2 <= a.tokens; t += 2) scan_block<T, 2, DELTA>(a, b, head, t, state);
-  for (; t < a.tokens; ++t) scan_block<T, 1, DELTA>(a, b, head, t, state);
+  constexpr int64_t kMany = kScanBlocks * kBlockTokens;
+  if (a.tokens >= kMany) {
+    const std::unique_ptr<ScanBlock<4>[]> blocks(new ScanBlock<4>[kScanBlocks]);
+    for (; t + kMany <= a.tokens; t += kMany) scan_many<T, DELTA>(a, of, b, head, t, blocks.get());
+  }
+  for (; t + 4 <= a.tokens; t += 4) scan_few<T, 4, DELTA>(a, of, b, head, t);
+  for (; t + 2 <= a.tokens; t += 2) scan_few<T, 2, DELTA>(a, of, b, head, t);
+  for (; t < a.tokens; ++t) scan_few<T, 1, DELTA>(a, of, b, head, t);
 }
 
 inline void scan(const ScanArgs& a, int64_t begin, int64_t end) {
@@ -273,7 +336,7 @@ void gated_norm_row(const GatedNormArgs& a, int64_t row) {
   const Vec factor(weight ? 1 / std::sqrt(squares.sum() / float(a.width) + a.eps) : 1.0f);
   over_lanes(a.width, [&](int64_t c, int n) {
     const Vec made = load(x + c, n) * gated(c, n) * factor;
-    store(y + c, weight ? made * load(weight + c, n) : made, n);
+    store_coarse(y + c, weight ? made * load(weight + c, n) : made, n);
   });
 }
 
