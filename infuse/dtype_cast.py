@@ -64,7 +64,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
         for child in module.modules():
             if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
                 continue
-            rounds = child in parents and _reads_dtype(parents[child])
+            rounds = child in parents and (_reads_dtype(parents[child]) or _takes_weight(parents[child], child))
             if (_multiplies(child) and not rounds) or _are_experts(child, dtype):
                 patched.append((child, vars(child).get("forward")))
                 run: Any = _in_parts if _multiplies(child) else _by_expert
@@ -122,6 +122,16 @@ def _casts(module: nn.Module) -> bool:
 def _reads_dtype(module: nn.Module) -> bool:
     """Whether forward may cast to the dtype in which a weight is stored, as T5 does before `wo`."""
     return {"weight", "dtype"} <= _read_names(module)
+
+
+def _takes_weight(parent: nn.Module, module: nn.Module) -> bool:
+    """Whether the parent's forward reads the module's weight itself, as Mamba's does, instead of calling the module."""
+    name = next(name for name, child in parent._modules.items() if child is module)
+    try:
+        source = inspect.getsource(inspect.unwrap(type(parent).forward))
+    except (OSError, TypeError):
+        return False
+    return f"self.{name}.weight" in source
 
 
 def _only_holds(module: nn.Module, parent: nn.Module) -> bool:

@@ -9,11 +9,23 @@ from typing import Any, cast
 
 from torch import nn
 
-from infuse.architectures import conformer, deepseek, gemma4, gpt, llama, llama4, mixtures, relative, t5, towers
+from infuse.architectures import (
+    conformer,
+    deepseek,
+    gemma4,
+    gpt,
+    hybrids,
+    llama,
+    llama4,
+    mixtures,
+    relative,
+    t5,
+    towers,
+)
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
-_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, gpt, t5, relative, conformer, towers)
+_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, hybrids, gpt, t5, relative, conformer, towers)
 SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 
 

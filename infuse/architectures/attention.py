@@ -13,6 +13,7 @@ from infuse.architectures.norm import LAYER, Norm, NormShape
 from infuse.architectures.packing import BLOCKS, Fill, Heads
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
 from infuse.errors import SpecMismatch
+from infuse.parallel.slices import Span
 
 GATE_SIGMOID, GATE_SOFTPLUS = "sigmoid", "softplus"  # functions of an output gate
 NO_ATTRIBUTE = ""
@@ -42,6 +43,29 @@ class Separate:
         bias = binder.all_or_no_bias(paths, linears)
         binder.fill_linear(target, paths, bias)
         return q.columns, width, bias
+
+
+@dataclass(frozen=True)
+class GatedSeparate(Separate):
+    """The same, where the linear of queries has [query | gate] of each head: its sigmoid multiplies the heads."""
+
+    def bind(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
+        """Bind them, merged as `target`: [q | k | v | gate]."""
+        paths = (self.q, self.k, self.v)
+        linears = [binder.linear(path) for path in paths]
+        width, keys = linears[0].rows // (2 * heads), linears[1].rows
+        if [linear.rows for linear in linears] != [2 * heads * width, kv_heads * width, kv_heads * width]:
+            binder.differ(f"{', '.join(paths)} are not [query | gate] of {heads} heads, and {kv_heads} keys and values")
+        starts = range(0, 2 * heads * width, max(2 * width, 1))
+        rows = (
+            *(Span(0, start, start + width) for start in starts),
+            Span(1, 0, keys),
+            Span(2, 0, keys),
+            *(Span(0, start + width, start + 2 * width) for start in starts),
+        )
+        bias = binder.all_or_no_bias(paths, linears)
+        binder.fill_linear(target, paths, bias, rows=rows)
+        return linears[0].columns, width, bias
 
 
 @dataclass(frozen=True)
@@ -151,11 +175,12 @@ class OutputGate:
     """A linear at `path` over the attention's input; `function` of its output multiplies the heads before `out`.
 
     It has one output per head, or one per feature of the heads. `function`: GATE_SIGMOID in the dtype of the
-    activations, GATE_SOFTPLUS in float32.
+    activations, GATE_SOFTPLUS in float32. `optional`: layers may have None in its place.
     """
 
     path: str
     function: str = GATE_SIGMOID
+    optional: bool = False
 
     def bind(self, binder: Binder, target: str, heads: int, width: int) -> GateShape:
         linear = binder.linear(self.path)
@@ -169,11 +194,12 @@ class OutputGate:
 
 @dataclass(frozen=True)
 class GateShape:
-    """An output gate bound to a layer: `width` outputs for each head."""
+    """An output gate bound to a layer: `width` outputs for each head; `merged`: the last rows of qkv make them."""
 
     function: str
     width: int
     bias: bool
+    merged: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,7 +315,7 @@ class Attention:
             k_norm=k_norm,
             passes=self._passed(binder),
             norm_after=self.norm_after and not q_norm is k_norm is None,
-            gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
+            gate=self._gate(binder, name, heads, width, bias),
             replaces=(*((f"{self.module}.{self.inner}",) if self.inner else ()), self.module),
             sinks=self._sinks(binder, name, heads),
             sinks_in_weights=self.sinks is not None and self.sinks.in_weights,
@@ -300,6 +326,13 @@ class Attention:
             lends=self.lends,
             borrows=self.borrows,
         )
+
+    def _gate(self, binder: Binder, name: str, heads: int, width: int, bias: bool) -> GateShape | None:
+        if isinstance(self.qkv, GatedSeparate):
+            return GateShape(GATE_SIGMOID, width, bias, merged=True)
+        if self.gate is None or (self.gate.optional and binder.module(self.gate.path, optional=True) is None):
+            return None
+        return self.gate.bind(binder, f"{name}.gate", heads, width)
 
     def _growth(self, binder: Binder) -> Growth | None:
         return Growth.bind(binder) if self.grows else None
@@ -446,6 +479,10 @@ class AttentionShape(MixerShape):
     first_kv_head: int = 0
 
     @property
+    def merges_gate(self) -> bool:
+        return self.gate is not None and self.gate.merged
+
+    @property
     def taken_extents(self) -> tuple[Extent, ...]:
         return () if self.borrows is None else (Extent(KV_HEADS, self.kv_heads, self.head_width),)
 
@@ -470,11 +507,12 @@ class AttentionShape(MixerShape):
         width = self.head_width
         queries, keys = Extent(HEADS, self.heads, width), Extent(KV_HEADS, self.kv_heads, width)
         merged = (queries, keys, keys) if self.borrows is None else (queries,)
+        merged += (queries,) if self.merges_gate else ()
         rows = sum(extent.length for extent in merged)
         qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged)
         out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,))
         more = []
-        if self.gate is not None:
+        if self.gate is not None and not self.merges_gate:
             gates = Extent(HEADS, self.heads, self.gate.width)
             more = [Matrix("gate", gates.length, self.hidden, self.gate.bias, COLUMN, (gates,))]
         if isinstance(self.position, DisentangledShape):

@@ -14,6 +14,7 @@ from torch import nn
 
 from infuse.activations import ACTIVATIONS, Act
 from infuse.architectures.packing import Fill, Heads
+from infuse.parallel.slices import Span
 
 _MISSING = object()
 
@@ -142,12 +143,17 @@ class Binder:
         heads: Heads | None = None,
         *,
         pointwise: bool = False,
+        rows: tuple[Span, ...] = (),
     ) -> None:
-        """Add the fills that make `target` from the linears, or the `pointwise` convolution, at `paths`."""
+        """Add the fills that make `target` from the linears, or the `pointwise` convolution, at `paths`.
+
+        `rows`: the spans of their outputs of which it is made.
+        """
         weights, turned = tuple(f"{path}.weight" for path in paths), self.transposed and not pointwise
-        self.fills.append(Fill(f"{target}.weight", weights, turned, packing, heads, pointwise=pointwise))
+        self.fills.append(Fill(f"{target}.weight", weights, turned, packing, heads, pointwise=pointwise, rows=rows))
         if bias:
-            self.fills.append(Fill(f"{target}.bias", tuple(f"{p}.bias" for p in paths), False, packing, heads))
+            biases = tuple(f"{path}.bias" for path in paths)
+            self.fills.append(Fill(f"{target}.bias", biases, False, packing, heads, rows=rows))
 
     def fill_parameter(self, target: str, path: str, shape: tuple[int, ...]) -> None:
         """Claim the parameter at `path`, which must have this shape, and add the fill that makes `target` from it."""

@@ -61,7 +61,7 @@ class Fill:
     along a new one (STACK). A source of experts has the layout `stacked`. `cut` is the rank's part. `format` names a
     quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits. `absent`: the
     biases of q, k and v that have no source, and are zeros. `pointwise`: the source is the weight of a convolution of
-    one frame, [out, in, 1].
+    one frame, [out, in, 1]. `rows`: the spans of the sources of which the target is made, in order.
     """
 
     target: str
@@ -76,6 +76,7 @@ class Fill:
     exact: bool = False
     absent: tuple[int, ...] = ()
     pointwise: bool = False
+    rows: tuple[Span, ...] = ()
 
     @property
     def merged(self) -> int:
@@ -106,6 +107,8 @@ def block_starts(packing: str, heads: Heads) -> list[int]:
 def spans(fill: Fill) -> list[Span] | None:
     """Spans of the sources that make up the target; None if every source is used whole. Zeros follow the sources."""
     cut = fill.cut
+    if fill.rows:
+        return taken(fill.rows, cut.ranges if cut else [(0, sum(span.length for span in fill.rows))])
     if fill.packing is not None:
         assert fill.heads is not None, fill
         width = fill.heads.width

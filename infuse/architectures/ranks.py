@@ -161,7 +161,7 @@ def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]
         parameter, share = cuts[fill.target]
         if parameter.added_once and not share.adds(parameter):
             continue
-        sources = 1 if fill.stacked else fill.merged
+        sources = 1 if fill.stacked or fill.rows else fill.merged
         cut = parameter.cut(share.own, sources) if parameter.extents else None
         kept.append(replace(fill, cut=cut))
     return tuple(kept)

@@ -58,6 +58,9 @@ class DirectSteps:
             if not (args and output is args[0]):  # dropout returns its input
                 calls.append(_Call(module, args, kwargs, output))
 
+        cache = cache_in(inputs)
+        if isinstance(cache, KVCache):
+            cache.snapshot()
         with interrupts.held_back(), TemporaryHooks() as hooks:  # one step long, so that no hook is left behind
             for module in parts.listed:
                 hooks.after(module, note, with_kwargs=True)
@@ -65,15 +68,13 @@ class DirectSteps:
         step = self._step(parts, calls, inputs, outputs)
         if step is None or self.proven:
             return outputs, step
-        for slot in step.cache.layers:
-            slot.length -= 1
+        before = step.cache.layers[0].length - 1
+        step.cache.rewind(before)
         again = step(inputs["input_ids"])
         if again is not None and torch.equal(again, outputs.logits):
             self.proven = True
             return outputs, step
-        if again is not None:
-            for slot in step.cache.layers:
-                slot.length -= 1
+        step.cache.rewind(before)
         return model(**inputs, return_dict=True), None  # which writes its keys and values again
 
     def _step(self, parts: _Parts, calls: list[_Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:

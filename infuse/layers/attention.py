@@ -89,6 +89,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         gate = None
         if parts["gate"] is not None:
             gate = direct(parts["gate"], x_BTC) if norm is None else product(parts["gate"], x_BTC, norm)
+        if shape.merges_gate:
+            qkv, gate = qkv.split((self._all_heads * shape.head_width, shape.heads * shape.head_width), dim=-1)
         if packed is not None:
             qkv = packed.spread(qkv)
         batch, tokens, _ = qkv.shape
@@ -149,15 +151,16 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             {
                 "q, k and v are clipped": shape.clip,
                 "q and k are normalised after the rotation": shape.norm_after,
-                "attention has an output gate": shape.gate is not None,
+                "attention has an output gate": shape.gate is not None and not shape.gate.merged,
                 "an encoder normalises values or heads": to.of_encoder and (shape.v_norm or shape.out_norm),
+                "an encoder's attention has an output gate": to.of_encoder and shape.merges_gate,
                 "ranks share the heads": shape.head_counts,
                 "an encoder's attention has a window": to.of_encoder and shape.window,
                 "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, _BIASES),
             }
         )
         to.put(heads=shape.heads, kv_heads=shape.kv_heads, width=shape.head_width, window=shape.window)
-        to.put(interleaved=self.positions.interleaved, borrowed=shape.borrows is not None)
+        to.put(interleaved=self.positions.interleaved, borrowed=shape.borrows is not None, gated=shape.merges_gate)
         to.put_reals(scale=shape.scale, softcap=shape.softcap)
         to.tensor("sinks")
         for name in ("qkv", "out", "q_norm", "k_norm", "v_norm", "out_norm"):

@@ -401,6 +401,9 @@ def _told(rows: Rows, dtype: torch.dtype, device: torch.device) -> str:
     return f"{heads} heads of {width}{other} in {dtype} on {device}"
 
 
+CONV, STATE = "conv", "state"  # names of states in transformers' caches, too
+
+
 class StateSlot(Slot):
     """Recurrent states after all tokens so far: `states` [B, ...] by name, replaced as a whole by each step."""
 
@@ -423,6 +426,14 @@ class StateSlot(Slot):
     def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
         """Store the states after these tokens. They must be new tensors, because snapshots hold the old ones."""
         self.states, self.length, self.is_initialized = states, self.length + tokens, True
+
+    def in_place(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+        """Like `begin`, but the states may be written to; call `advance` then. There must be some."""
+        states = self.begin(batch, tokens, filler)
+        if states is self._kept[1]:
+            with torch.inference_mode(False):
+                self.states = {name: state.clone() for name, state in states.items()}
+        return self.states
 
     @property
     def storages(self) -> list[Tensor]:
@@ -450,7 +461,8 @@ class StateSlot(Slot):
         return slot
 
     def take(self, other: StateSlot) -> None:
-        self.states, self.length, self.filler = other.states, other.length, other.filler
+        self.states = {name: state.clone() for name, state in other.states.items()}
+        self.length, self.filler = other.length, other.filler
 
     def reset(self) -> None:
         self.length, self.states, self._kept = 0, {}, (0, {})
@@ -465,27 +477,36 @@ class StateSlot(Slot):
 class ForeignStates:
     """Adapter with StateSlot's interface for the recurrent states in a transformers cache.
 
-    The convolution's inputs are the state "conv", [B, C, K]; any other name means the recurrent state.
+    The convolution's inputs are the state CONV, [B, C, K or more]; the other state is STATE, if there is one.
     """
 
     def __init__(self, layer: Any):
         self._layer = layer
 
     def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        states = {**self._layer.recurrent_states, _CONV: self._layer.conv_states.get(0)}
-        there = self._layer.has_previous_state.get(0) and all(state is not None for state in states.values())
-        return {_STATE if name == 0 else name: state for name, state in states.items()} if there else {}
+        states = {CONV: self._layer.conv_states.get(0), STATE: self._layer.recurrent_states.get(0)}
+        there = {name: state for name, state in states.items() if state is not None}
+        if not self._layer.has_previous_state.get(0) or CONV not in there:
+            return {}
+        for state in there.values():
+            if len(state) != batch:
+                raise InfuseError(f"the cache holds a batch of {len(state)}, a batch of {batch} was given")
+        return there
 
-    def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
+    def end(self, tokens: int, states: Mapping[str, Tensor], seen: Callable[[], Tensor] | None = None) -> None:
+        """Store the states. `seen` makes all inputs of the convolution in this call, [B, C, T], for a cache that
+        records them until it is cropped.
+        """
         layer, first = self._layer, not self._layer.has_previous_state.get(0)
         for name, state in states.items():
             if first:
-                layer.lazy_initialization(**{"conv_states" if name == _CONV else "recurrent_states": state})
-            (layer.conv_states if name == _CONV else layer.recurrent_states)[0].copy_(state)
+                layer.lazy_initialization(**{"conv_states" if name == CONV else "recurrent_states": state})
+            held = layer.conv_states if name == CONV else layer.recurrent_states
+            if name == CONV and seen is not None and getattr(layer, "record_past", False):
+                held[0] = seen() if first else torch.cat((held[0], seen()), dim=-1)
+            else:
+                held[0].copy_(state)
         layer.has_previous_state[0] = True
-
-
-_CONV, _STATE = "conv", "state"
 
 
 class MadeSlot(Slot):

@@ -5,8 +5,10 @@ The embedding before them, and the norm and the head after them, are in the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from infuse.layers.native_part import FEW_TOKENS, NONE, NotNative, PartWriter, P
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
 from infuse.layers.position import PassedCosSin, Positions
-from infuse.layers.slot import KVSlot
+from infuse.layers.recurrent import Recurrent
+from infuse.layers.slot import KVSlot, StateSlot
 from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
@@ -44,23 +47,24 @@ class StackCall(OneCall):
         """
         calls = [block._one_call for block in blocks]
         names = [name for block in blocks for name in list(block.shape.mixers)[:1]]
-        attns = [block.shape.mixers[name] for block, name in zip(blocks, names, strict=True)]
         if not blocks or any(type(call) is not StepCall for call in calls):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
+        mixers = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
+        attentions = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
+        attns = [mixer.shape for mixer in attentions]
         if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
             return None
         if any(attn.lends or attn.borrows is not None for attn in attns):
             return None
-        attentions = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
         positions = {type(each._modules.get("positions")) for each in attentions}
         if not positions <= {PassedCosSin, Positions}:
             return None
         before = [embedding] if _looks_up(embedding, x_BTC) else []
         after = [norm, head] if _normalises(norm, x_BTC) and _multiplies(head, x_BTC) else []
         try:
-            return cls(before, blocks, after, calls, attentions, x_BTC)
+            return cls(before, blocks, after, calls, mixers, x_BTC)
         except NotNative:
             return None
 
@@ -70,14 +74,15 @@ class StackCall(OneCall):
         blocks: Sequence[Any],
         after: list[nn.Module],
         calls: Sequence[StepCall],
-        attentions: Sequence[nn.Module],
+        mixers: Sequence[Any],
         x_BTC: Tensor,
     ):
         self._roots = [*before, *blocks, *after]
         super().__init__(_program(before, blocks, after, x_BTC))
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._last_norm = _Written.of(after[0]) if after else None
-        self._blocks, self._attentions = blocks, attentions
+        self._blocks, self._mixers = blocks, mixers
+        self._attentions = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
         self._indices = [call.index for call in calls]
         self._most_rows = min(call.most_rows for call in calls)
 
@@ -85,7 +90,11 @@ class StackCall(OneCall):
         """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called."""
         if autocast.is_any_on() or (self.takes_ids and not _looks_up(self._roots[0], x_BTC)):
             return None
-        tensors, slots = self._tensors(self._roots), [cache.slot(index) for index in self._indices]
+        slots: list[Any] = [
+            cache.slot(index, StateSlot if isinstance(mixer, Recurrent) else KVSlot)
+            for index, mixer in zip(self._indices, self._mixers, strict=True)
+        ]
+        tensors = self._tensors(self._roots)
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):
             return None
         if self._last_norm is not None and self._last_norm != _Written.of(self._last_norm.module):
@@ -97,27 +106,33 @@ class StackCall(OneCall):
         # Held as they are now: what is assigned to a parameter later does not count.
         return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC)
 
-    def with_room(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[NativeProgram, int]:
+    def with_room(self, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor) -> tuple[NativeProgram, float]:
         """Make room for a new token in each slot, and hold the program for these. Return for how many tokens, too."""
-        for slot, attention in zip(slots, self._attentions, strict=True):
-            shape: Any = attention.shape
-            slot.reserve(len(x_BTC), 1, shape.cached_rows, x_BTC, attention.filler)  # type: ignore[arg-type]
+        room = math.inf
+        for slot, mixer in zip(slots, self._mixers, strict=True):
+            if isinstance(slot, StateSlot):
+                slot.in_place(len(x_BTC), 1, mixer.filler)
+            else:
+                slot.reserve(len(x_BTC), 1, mixer.shape.cached_rows, x_BTC, mixer.filler)
+                room = min(room, slot.storages[0].shape[2])
         storages = [storage for slot in slots for storage in slot.storages]
-        native = NativeProgram(self._text, self._program.reals, tensors, storages)
-        return native, min(each.shape[2] for each in storages)
+        return NativeProgram(self._text, self._program.reals, tensors, storages), room
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all blocks."""
+        if not self._attentions:
+            return None
         return self._attentions[0]._modules["positions"].cos_sin(inputs)  # type: ignore[union-attr,operator]
 
 
 class Answer:
     """The steps of one answer over all blocks. Modules and weights in blocks are those of its first step."""
 
-    def __init__(self, stack: StackCall, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor):
+    def __init__(self, stack: StackCall, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor):
         self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
         self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
         self._native, self._room_tokens = stack.with_room(tensors, slots, x_BTC)
+        self._states = self._held_states()
 
     @property
     def length(self) -> int:
@@ -149,9 +164,14 @@ class Answer:
 
     def _with_room(self) -> NativeProgram:
         """The program, with room for another token."""
-        if self.length >= self._room_tokens:
+        if self.length >= self._room_tokens or not all(map(is_, self._states, self._held_states())):
             self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like)
+            self._states = self._held_states()
         return self._native
+
+    def _held_states(self) -> list[Any]:
+        """The states of recurrences, which others may have replaced."""
+        return [slot.states for slot in self._slots if isinstance(slot, StateSlot)]
 
     def _append(self, tokens: int) -> None:
         for slot in self._slots:

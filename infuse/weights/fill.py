@@ -42,7 +42,7 @@ def moves(fill: Fill) -> bool:
     """True if the parameter can be reused as is, which keeps weights tied."""
     alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None
     alone = alone and fill.stacked in (None, StackedExperts())
-    plain = not fill.transposed and fill.packing is None and fill.format is None
+    plain = not fill.transposed and fill.packing is None and not fill.rows and fill.format is None
     return alone and plain and not fill.absent
 
 

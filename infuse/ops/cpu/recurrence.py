@@ -31,7 +31,9 @@ def _causal_conv(
 ) -> Any:  # fmt: skip
     given = (x, gate, out_gate)
     takes = x.dtype in DTYPES and x.numel() > 0 and weight.dtype in (x.dtype, torch.float32)
-    takes = takes and weight.shape[0] <= MOST_TAPS and _whole(x.dtype, state) and _whole(weight.dtype, weight, bias)
+    takes = takes and weight.shape[1] <= MOST_TAPS and _whole(x.dtype, state) and _whole(weight.dtype, weight, bias)
+    takes = takes and weight.shape[0] == x.shape[2] and all(e is None or e.shape == x.shape for e in given)
+    takes = takes and (state is None or state.shape == (x.shape[0], weight.shape[1], x.shape[2]))
     if takes and all(each is None or each.dtype is x.dtype for each in given) and _sliced(*given):
         return kernels().causal_conv.default(x, weight, bias, state, gate, out_gate, silu)
     return causal_conv.reference(x, weight, bias, state, gate, out_gate, silu)
@@ -43,6 +45,10 @@ def _linear_attention(
     scale: float, normalise: bool, delta: bool,
 ) -> Any:  # fmt: skip
     takes = v.dtype in DTYPES and v.numel() > 0 and q.dtype is k.dtype is v.dtype and k.shape[3] <= MOST_KEY_WIDTH
+    batch, _, heads, columns = v.shape
+    takes = takes and q.shape == k.shape and k.shape[:2] == v.shape[:2] == decay.shape[:2] and decay.shape[2] == heads
+    takes = takes and (state is None or state.shape == (batch, heads, k.shape[3], columns))
+    takes = takes and beta.shape == v.shape[:3] and heads % k.shape[2] == 0
     if takes and _whole(torch.float32, decay, beta, skip, state) and _sliced(q, k, v):
         return kernels().linear_attention.default(q, k, v, decay, beta, skip, state, scale, normalise, delta)
     body = linear_attention.body("torch")
@@ -53,7 +59,7 @@ def _linear_attention(
 def _gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, width: int, eps: float, gate_first: bool, sigmoid: bool
 ) -> Any:
-    takes = x.dtype in DTYPES and x.numel() > 0 and gate.dtype is x.dtype and x.dim() == 3
+    takes = x.dtype in DTYPES and x.numel() > 0 and gate.dtype is x.dtype and x.dim() == 3 and gate.shape == x.shape
     takes = takes and _whole(x.dtype, x, weight) and _sliced(gate)
     # Its tokens lie at one distance: rows of one batch row, or all of them.
     if takes and (gate.shape[0] == 1 or gate.stride(0) == gate.stride(1) * gate.shape[1]):

@@ -65,7 +65,7 @@ def test_damage_stays_in_later_tokens_of_its_row_and_group(delta: bool) -> None:
 def test_convolution_of_slices_in_parts_is_the_whole(dtype: torch.dtype, taps: int) -> None:
     rows = torch.randn(2, 19, 3 * 37 + 2, dtype=dtype)
     x, gate, out_gate = (rows[..., i * 37 : (i + 1) * 37] for i in range(3))
-    weight, bias = torch.randn(taps, 37, dtype=dtype), torch.randn(37, dtype=dtype)
+    weight, bias = torch.randn(37, taps, dtype=dtype), torch.randn(37, dtype=dtype)
     whole, state = ops.causal_conv(x.contiguous(), weight, bias, None, gate, out_gate, True)
     outs, now = [], None
     for first, last in ((0, 1), (1, 3), (3, 11), (11, 12), (12, 19)):

@@ -105,7 +105,7 @@ bool rotary_append(const Array& qkv, const Maybe& cos, const Maybe& sin, const A
   if (cos && sin && !set_turns(a, qkv, *cos, *sin)) return false;
   a.heads = heads, a.kv_heads = keys.size(1), a.start = start;
   a.to_int8 = keys.scalar_type() == ScalarType::Char;
-  if (qkv.size(2) != heads + 2 * a.kv_heads) return false;
+  if (qkv.size(2) < heads + 2 * a.kv_heads) return false;
   if (!has_room(a, qkv, keys) || !has_room(a, qkv, values)) return false;
   a.q = q.mutable_data_ptr(), a.keys = keys.mutable_data_ptr(), a.values = values.mutable_data_ptr();
   a.q_b = heads * a.tokens * a.width, a.q_t = a.width, a.q_n = a.tokens * a.width;

@@ -107,10 +107,112 @@ struct StepMachine {
     const bool causal = !given.mask || a.window > 0;
     const bool done = attend(q, *keys, *values, given.start + tokens, given.mask, given.bias, a.scale, causal, a.window,
                              a.softcap, a.sinks, attended);
-    if (!done || !a.out_norm) return done ? times(a.out, attended, *from) : std::nullopt;
+    if (!done) return std::nullopt;
+    if (a.gated) {
+      GatedNormArgs gate{};
+      const int64_t width = a.heads * a.width, row = a.all_heads() * a.width;
+      gate.x = attended.const_data_ptr(), gate.y = attended.mutable_data_ptr(), gate.gate = bytes_at(qkv, row - width);
+      gate.width = width, gate.each = gate.weight_rows = 1, gate.gate_t = row;
+      gate.sigmoid = true, gate.type = type_of(attended);
+      gated_norm(gate, batch * tokens);
+    }
+    if (!a.out_norm) return times(a.out, attended, *from);
     const Array rows = array({batch, tokens, a.heads * a.width}, *from);
     std::memcpy(rows.mutable_data_ptr(), attended.const_data_ptr(), size_t(rows.numel()) * rows.element_size());
     return times(a.out, *norm(*a.out_norm, rows), *from);
+  }
+  Maybe apply(const ShortConvPart& a, const Maybe& from) const {
+    const Maybe& state = a.convolved.array ? a.convolved.array : given.keys;
+    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels();
+    if (!holds(state, {batch, a.taps, channels}, from->scalar_type())) return std::nullopt;
+    const Array rows = array_rows(*from, a.into.outputs), y = array_rows(*from, channels);
+    multiply(a.into, *from, rows, given.once);
+    ConvArgs conv = conv_of(a, rows, 2 * channels, channels, *state, y);
+    conv.gate = bytes_at(rows, 0), conv.out_gate = bytes_at(rows, channels);
+    conv.gate_b = conv.out_b = conv.x_b, conv.gate_t = conv.out_t = conv.x_t;
+    convolve(conv);
+    return times(a.out, y, *from);
+  }
+  Maybe apply(const LinearAttentionPart& a, const Maybe& from) const {
+    const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
+    const Maybe& state = a.state.array ? a.state.array : given.values;
+    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels(), width = a.into.outputs;
+    if (!holds(seen, {batch, a.taps, channels}, from->scalar_type())) return std::nullopt;
+    if (!holds(state, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float)) return std::nullopt;
+    const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
+    multiply(a.into, *from, rows, given.once);
+    ConvArgs conv = conv_of(a, rows, a.conv_at(), channels, *seen, qkv);
+    conv.silu = true;
+    convolve(conv);
+    const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens);
+    std::vector<float> skip(a.D ? size_t(a.heads) : 0);
+    if (a.D) widen(*a.D, skip.data());
+    ScanArgs scanned{};
+    const auto section = [&](int64_t at) { return bytes_at(qkv, at - a.conv_at()); };
+    scanned.q = section(a.q_at), scanned.k = section(a.k_at), scanned.v = section(a.v_at);
+    scanned.q_t = scanned.k_t = scanned.v_t = channels;
+    scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
+    scanned.decay = decay_and_beta.data(), scanned.beta = decay_and_beta.data() + batch * tokens * a.heads;
+    scanned.skip = a.D ? skip.data() : nullptr;
+    scanned.after = static_cast<float*>(state->mutable_data_ptr()), scanned.before = scanned.after;
+    scanned.out = y.mutable_data_ptr(), scanned.batch = batch, scanned.tokens = tokens;
+    scanned.groups = a.key_heads, scanned.heads = a.heads;
+    scanned.key_width = a.key_width, scanned.value_width = a.value_width;
+    scanned.scale = float(a.scale), scanned.normalise = scanned.delta = a.delta, scanned.type = type_of(y);
+    scan(scanned);
+    GatedNormArgs gated{};
+    gated.x = y.const_data_ptr(), gated.y = y.mutable_data_ptr(), gated.gate = bytes_at(rows, a.gate_at);
+    gated.weight = a.norm ? a.norm->const_data_ptr() : nullptr;
+    gated.width = a.norm_width, gated.each = a.values() / a.norm_width, gated.gate_t = width;
+    gated.weight_rows = a.norm ? a.norm->numel() / a.norm_width : 1;
+    gated.eps = float(a.eps), gated.gate_first = a.gate_first, gated.sigmoid = a.sigmoid, gated.type = type_of(y);
+    gated_norm(gated, batch * tokens * gated.each);
+    return times(a.out, y, *from);
+  }
+  // The logarithms of decays [tokens, heads], and then beta or dt. One token alone is a step, whose dt has no limits.
+  static std::vector<float> decays(const LinearAttentionPart& a, const Array& rows, int64_t tokens, int64_t new_tokens) {
+    const size_t heads = size_t(a.heads), count = size_t(tokens) * heads;
+    std::vector<float> made(2 * count), rate(heads), bias(heads), row(heads);
+    widen(*a.A_log, rate.data()), widen(*a.dt_bias, bias.data());
+    for (float& each : rate) each = std::exp(each);
+    const Type type = type_of(rows);
+    for (int64_t t = 0; t < tokens; ++t) {
+      float *decay = made.data() + size_t(t) * heads, *beta = decay + count;
+      kernels().router.convert(bytes_at(rows, t * a.into.outputs + a.step_at), type, row.data(), Type::f32, a.heads);
+      for (size_t h = 0; h < heads; ++h) {
+        const float x = row[h] + bias[h];
+        float step = x > 20 ? x : std::log1p(std::exp(x));
+        if (!a.delta && new_tokens > 1) step = std::min(std::max(step, float(a.least)), float(a.most));
+        decay[h] = -rate[h] * step, beta[h] = step;
+      }
+      if (a.beta_at < 0) continue;
+      kernels().router.convert(bytes_at(rows, t * a.into.outputs + a.beta_at), type, row.data(), Type::f32, a.heads);
+      for (size_t h = 0; h < heads; ++h) beta[h] = float(a.beta_factor) / (1 + std::exp(-row[h]));
+    }
+    return made;
+  }
+  // Channels [at, at + channels) of rows [B, T, ...], convolved on a state that is changed in place.
+  template <class Part>
+  static ConvArgs conv_of(const Part& a, const Array& rows, int64_t at, int64_t channels, const Array& state,
+                          const Array& y) {
+    ConvArgs conv{};
+    conv.x = bytes_at(rows, at), conv.x_t = rows.size(2), conv.x_b = rows.size(1) * rows.size(2);
+    conv.weight = a.conv->const_data_ptr(), conv.bias = a.conv_bias ? a.conv_bias->const_data_ptr() : nullptr;
+    conv.after = state.mutable_data_ptr(), conv.before = conv.after, conv.y = y.mutable_data_ptr();
+    conv.batch = rows.size(0), conv.tokens = rows.size(1), conv.channels = channels, conv.taps = a.taps;
+    conv.type = type_of(rows), conv.weight_type = type_of(*a.conv);
+    return conv;
+  }
+  static bool holds(const Maybe& state, std::initializer_list<int64_t> sizes, ScalarType type) {
+    if (!state || state->dim() != int64_t(sizes.size()) || state->scalar_type() != type) return false;
+    int64_t axis = 0;
+    for (int64_t size : sizes) {
+      if (state->size(axis++) != size) return false;
+    }
+    return state->is_contiguous();
+  }
+  static char* bytes_at(const Array& of, int64_t element) {
+    return static_cast<char*>(of.mutable_data_ptr()) + element * int64_t(of.element_size());
   }
   Maybe apply(const MlpPart& a, const Maybe& from) const {
     const Array inner = array_rows(*from, a.up.outputs), active = array_rows(*from, a.inner());

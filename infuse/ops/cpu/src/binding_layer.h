@@ -40,20 +40,51 @@ struct LinearPart {
   INFUSE_FIELDS(code, outputs, weight, scale, zero, bias)
 };
 // Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. If they are `borrowed`, qkv makes
-// queries alone, and nothing is appended. The window is as in ops.attention.
+// queries alone, and nothing is appended. If it is `gated`, the last rows of qkv multiply the heads by their sigmoid. The
+// window is as in ops.attention.
 struct AttentionPart {
   static constexpr std::string_view kKind = "attention";
   int64_t heads, kv_heads, width, window;
-  bool interleaved, borrowed;
+  bool interleaved, borrowed, gated;
   double scale, softcap;
   Maybe sinks;
   LinearPart qkv, out;
   std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
   Storage keys, values;
-  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, scale, softcap, sinks, qkv, out, q_norm, k_norm,
+  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, gated, scale, softcap, sinks, qkv, out, q_norm, k_norm,
                 v_norm, out_norm, keys, values)
 
-  int64_t all_heads() const { return borrowed ? heads : heads + 2 * kv_heads; }
+  int64_t all_heads() const { return (borrowed ? heads : heads + 2 * kv_heads) + (gated ? heads : 0); }
+};
+// out(c * conv(b * x)) of [b | c | x] = into(y). States of these mixers are changed in place: the program's own, or a
+// step's keys (of the convolution, [B, taps, C]) and values (of the recurrence, [B, H, D, V] in float32).
+struct ShortConvPart {
+  static constexpr std::string_view kKind = "short_conv";
+  int64_t taps;
+  Maybe conv, conv_bias;
+  LinearPart into, out;
+  Storage convolved;
+  INFUSE_FIELDS(taps, conv, conv_bias, into, out, convolved)
+
+  int64_t channels() const { return into.outputs / 3; }
+};
+// The sections of `into` begin at *_at; queries, keys and values are next to each other. beta_at is -1 for state spaces,
+// whose dt, between `least` and `most`, takes its place.
+struct LinearAttentionPart {
+  static constexpr std::string_view kKind = "linear_attention";
+  int64_t heads, key_heads, key_width, value_width, q_at, k_at, v_at, gate_at, beta_at, step_at, norm_width, taps;
+  bool delta, gate_first, sigmoid;
+  double scale, beta_factor, least, most, eps;
+  Maybe conv, conv_bias, A_log, dt_bias, D, norm;
+  LinearPart into, out;
+  Storage convolved, state;
+  INFUSE_FIELDS(heads, key_heads, key_width, value_width, q_at, k_at, v_at, gate_at, beta_at, step_at, norm_width, taps,
+                delta, gate_first, sigmoid, scale, beta_factor, least, most, eps, conv, conv_bias, A_log, dt_bias, D,
+                norm, into, out, convolved, state)
+
+  int64_t channels() const { return 2 * key_heads * key_width + values(); }
+  int64_t values() const { return heads * value_width; }
+  int64_t conv_at() const { return std::min({q_at, k_at, v_at}); }
 };
 struct MlpPart {
   static constexpr std::string_view kKind = "mlp";
@@ -177,7 +208,8 @@ struct Step {
   static constexpr std::string_view kKind = "step";
   Does does;
   double scale;  // of the branch that is added
-  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart, LayerInputPart, TablePart, HeadPart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, ShortConvPart, LinearAttentionPart, MlpPart, MoePart,
+               LayerInputPart, TablePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
 };
 // Few tokens of a decoder, or many of an encoder.
@@ -250,13 +282,32 @@ inline bool takes(const AttentionPart& a, ScalarType type, int64_t columns) {
          (!a.out_norm || takes(*a.out_norm, type, a.heads * a.width));
 }
 
+inline bool takes_conv(const Maybe& weight, const Maybe& bias, ScalarType type, int64_t channels, int64_t taps) {
+  const ScalarType own = weight->scalar_type();
+  return (own == type || own == ScalarType::Float) && weight->numel() == channels * taps && weight->is_contiguous() &&
+         taps <= kMostTaps && alike(bias, own, channels);
+}
+inline bool takes(const ShortConvPart& a, ScalarType type, int64_t columns) {
+  return takes(a.into, type, columns, 3 * a.channels()) && takes(a.out, type, a.channels(), columns) &&
+         takes_conv(a.conv, a.conv_bias, type, a.channels(), a.taps);
+}
+inline bool is_float(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
+inline bool takes(const LinearAttentionPart& a, ScalarType type, int64_t columns) {
+  const auto of_heads = [&](const Maybe& t) {
+    return !t || (is_float(t->scalar_type()) && t->numel() == a.heads && t->is_contiguous());
+  };
+  const bool normed = !a.norm || (a.norm->scalar_type() == type && a.norm->is_contiguous() &&
+                                  a.norm->numel() % a.norm_width == 0);
+  return takes(a.into, type, columns, a.into.outputs) && takes(a.out, type, a.values(), columns) &&
+         takes_conv(a.conv, a.conv_bias, type, a.channels(), a.taps) && of_heads(a.A_log) && of_heads(a.dt_bias) &&
+         of_heads(a.D) && normed && a.key_width <= kMostKeyWidth;
+}
+
 inline bool takes(const MlpPart& mlp, ScalarType type, int64_t columns) {
   return takes(mlp.up, type, columns, mlp.up.outputs) && takes(mlp.down, type, mlp.inner(), columns) &&
          (!mlp.norm || takes(*mlp.norm, type, mlp.inner()));
-}
-
-inline bool is_float(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
 }
 
 inline bool takes(const RouterPart& router, ScalarType type, int64_t columns) {

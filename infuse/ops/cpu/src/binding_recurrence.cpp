@@ -6,8 +6,11 @@
 namespace infuse {
 
 void convolve(const ConvArgs& a) {
-  const auto tokens = kernels().recurrence.convolve;
-  over_rows(a.batch * a.tokens, a.channels * a.taps, [&](int64_t begin, int64_t end) { tokens(a, begin, end); });
+  const int64_t tiles = a.batch * conv_tiles(a.tokens, kConvTokens) * conv_tiles(a.channels, kConvChannels);
+  const int64_t each = std::min(a.tokens, kConvTokens) * std::min(a.channels, kConvChannels) * a.taps;
+  const auto some = kernels().recurrence.convolve;
+  parallel_for(0, tiles, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(each, 1)),
+               [&](int64_t begin, int64_t end) { some(a, begin, end); });
   // The last rows of what it saw. Rows that move up inside `after` are read before they are written.
   const int64_t row_bytes = a.channels * (a.type == Type::f32 ? 4 : 2), from_call = std::min(a.tokens, a.taps);
   for (int64_t b = 0; b < a.batch; ++b) {
@@ -57,7 +60,7 @@ const float* floats_of(const MaybeTensor& t) { return static_cast<const float*>(
 std::tuple<Tensor, Tensor> causal_conv(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor state, MaybeTensor gate,
                                        MaybeTensor out_gate, bool silu) {
   ConvArgs a{};
-  a.batch = x.size(0), a.tokens = x.size(1), a.channels = x.size(2), a.taps = weight.size(0);
+  a.batch = x.size(0), a.tokens = x.size(1), a.channels = x.size(2), a.taps = weight.size(1);
   Tensor y = empty({a.batch, a.tokens, a.channels}, x), after = empty({a.batch, a.taps, a.channels}, x);
   a.x = x.const_data_ptr(), a.x_b = x.stride(0), a.x_t = x.stride(1);
   a.gate = data_of(gate), a.out_gate = data_of(out_gate);

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "activation.h"
+#include "elements.h"
 #include "kernels.h"
 #include "vec_math.h"
 
@@ -30,56 +31,91 @@ inline Vec rounded(Vec x) {
   return load(narrow, Vec::width);
 }
 
-// The rows that the convolution sees for one token, from the first tap on, and those of gates that multiply them (or
-// null: rows of the state are multiplied already).
-template <class T>
-struct SeenRows {
-  const T *x[kMostTaps], *gate[kMostTaps];
-  int64_t first;  // taps before it meet nothing
+// Weights [C, taps] of n channels, by taps.
+template <int TAPS, class W>
+inline void load_taps(const W* weight, int64_t taps, int n, Vec* to) {
+  constexpr int W1 = Vec::width;
+  alignas(64) float by_tap[kMostTaps][W1] = {};
+  if (TAPS == 4 && n == W1) {
+    alignas(64) float halves[4][W1];  // taps 0 and 2, then 1 and 3, of the first channels; of the others
+    deinterleave(load(weight, W1), load(weight + W1, W1), halves[0]);
+    deinterleave(load(weight + 2 * W1, W1), load(weight + 3 * W1, W1), halves[2]);
+    alignas(64) float pairs[2][2][W1];
+    for (int odd = 0; odd < 2; ++odd) deinterleave(load(halves[odd], W1), load(halves[2 + odd], W1), pairs[odd][0]);
+    for (int j = 0; j < 4; ++j) to[j] = load(pairs[j % 2][j / 2], W1);
+    return;
+  }
+  for (int lane = 0; lane < n; ++lane) {
+    for (int64_t j = 0; j < taps; ++j) by_tap[j][lane] = widen(weight[lane * taps + j]);
+  }
+  for (int j = 0; j < TAPS; ++j) to[j] = load(by_tap[j], W1);
+}
 
-  SeenRows(const ConvArgs& a, int64_t b, int64_t t) : first(a.before || t + 1 >= a.taps ? 0 : a.taps - 1 - t) {
-    for (int64_t j = first; j < a.taps; ++j) {
-      const int64_t at = t + j + 1 - a.taps;
-      const bool is_new = at >= 0;
-      x[j] = is_new ? static_cast<const T*>(a.x) + b * a.x_b + at * a.x_t
-                    : static_cast<const T*>(a.before) + (b * a.taps + a.taps + at) * a.channels;
-      gate[j] = is_new && a.gate ? static_cast<const T*>(a.gate) + b * a.gate_b + at * a.gate_t : nullptr;
-    }
+// One register of channels of tokens [first, last) of one batch row, n of them. What the convolution sees moves through
+// `seen`, a row for each tap; TAPS is `taps`, or kMostTaps for other numbers.
+template <class T, class W, int TAPS>
+struct ChannelConv {
+  const ConvArgs& a;
+  int64_t taps, b, c;
+  int n;
+  Vec weight[TAPS], seen[TAPS], bias;
+
+  [[gnu::always_inline]] ChannelConv(const ConvArgs& a, int64_t b, int64_t first, int64_t c, int n)
+      : a(a), taps(TAPS == kMostTaps ? a.taps : TAPS), b(b), c(c), n(n) {
+    load_taps<TAPS>(static_cast<const W*>(a.weight) + c * taps, taps, n, weight);
+    if (a.bias) bias = load(static_cast<const W*>(a.bias) + c, n);
+    for (int64_t j = 1; j < taps; ++j) seen[j] = row(first + j - taps);
+  }
+  [[gnu::always_inline]] Vec row(int64_t at) const {
+    if (at < 0) return a.before ? load(static_cast<const T*>(a.before) + (b * taps + taps + at) * a.channels + c, n) : Vec();
+    const Vec x = load(static_cast<const T*>(a.x) + b * a.x_b + at * a.x_t + c, n);
+    if (!a.gate) return x;
+    return rounded<T>(x * load(static_cast<const T*>(a.gate) + b * a.gate_b + at * a.gate_t + c, n));  // as in the state
+  }
+  [[gnu::always_inline]] void token(int64_t t) {
+    Vec sum = bias;
+#pragma GCC unroll 16
+    for (int64_t j = 0; j + 1 < taps; ++j) seen[j] = seen[j + 1], sum = fma(weight[j], seen[j], sum);
+    seen[taps - 1] = row(t);
+    sum = fma(weight[taps - 1], seen[taps - 1], sum);
+    if (a.silu) sum = activated<Act::silu, T>(sum);
+    if (a.out_gate) sum = rounded<T>(sum) * load(static_cast<const T*>(a.out_gate) + b * a.out_b + t * a.out_t + c, n);
+    store_coarse(static_cast<T*>(a.y) + (b * a.tokens + t) * a.channels + c, sum, n);
   }
 };
 
-template <class T, class W, bool GATED>
-void convolve_token(const ConvArgs& a, int64_t b, int64_t t) {
-  const SeenRows<T> rows(a, b, t);
-  const T* out_gate = GATED && a.out_gate ? static_cast<const T*>(a.out_gate) + b * a.out_b + t * a.out_t : nullptr;
-  const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
-  T* y = static_cast<T*>(a.y) + (b * a.tokens + t) * a.channels;
-  const auto some = [&](int64_t c, int n) {
-    Vec sum = bias ? load(bias + c, n) : Vec();
-    for (int64_t j = rows.first; j < a.taps; ++j) {
-      Vec x = load(rows.x[j] + c, n);
-      if (GATED && rows.gate[j]) x = rounded<T>(x * load(rows.gate[j] + c, n));  // as it is in the state
-      sum = fma(load(weight + j * a.channels + c, n), x, sum);
-    }
-    if (a.silu) sum = activated<Act::silu, T>(sum);
-    if (GATED && out_gate) sum = rounded<T>(sum) * load(out_gate + c, n);
-    store_coarse(y + c, sum, n);
-  };
-  over_lanes(a.channels, some);
+// Channels [c, end) of tokens [first, last). Two registers go together, so that whole cache lines of bf16 are used at once.
+template <class T, class W, int TAPS>
+void convolve_channels(const ConvArgs& a, int64_t b, int64_t first, int64_t last, int64_t c, int64_t end) {
+  for (; c + 2 * Vec::width <= end; c += 2 * Vec::width) {
+    ChannelConv<T, W, TAPS> one(a, b, first, c, Vec::width), other(a, b, first, c + Vec::width, Vec::width);
+    for (int64_t t = first; t < last; ++t) one.token(t), other.token(t);
+  }
+  for (; c < end; c += Vec::width) {
+    ChannelConv<T, W, TAPS> one(a, b, first, c, int(end - c < Vec::width ? end - c : Vec::width));
+    for (int64_t t = first; t < last; ++t) one.token(t);
+  }
 }
 
 template <class T, class W>
-void convolve_tokens(const ConvArgs& a, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    a.gate || a.out_gate ? convolve_token<T, W, true>(a, i / a.tokens, i % a.tokens)
-                         : convolve_token<T, W, false>(a, i / a.tokens, i % a.tokens);
+void convolve_tile(const ConvArgs& a, int64_t tile) {
+  const int64_t across = conv_tiles(a.channels, kConvChannels), along = conv_tiles(a.tokens, kConvTokens);
+  const int64_t c = tile % across * kConvChannels, first = tile / across % along * kConvTokens, b = tile / across / along;
+  const int64_t end = c + kConvChannels < a.channels ? c + kConvChannels : a.channels,
+                last = first + kConvTokens < a.tokens ? first + kConvTokens : a.tokens;
+  switch (a.taps) {
+    case 3: return convolve_channels<T, W, 3>(a, b, first, last, c, end);
+    case 4: return convolve_channels<T, W, 4>(a, b, first, last, c, end);
+    default: return convolve_channels<T, W, kMostTaps>(a, b, first, last, c, end);
   }
 }
 
 inline void convolve(const ConvArgs& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto type) {
     using T = decltype(type);
-    a.weight_type == Type::f32 ? convolve_tokens<T, float>(a, begin, end) : convolve_tokens<T, T>(a, begin, end);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      a.weight_type == Type::f32 ? convolve_tile<T, float>(a, tile) : convolve_tile<T, T>(a, tile);
+    }
   });
 }
 

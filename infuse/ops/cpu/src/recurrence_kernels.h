@@ -9,9 +9,9 @@ namespace infuse {
 constexpr int64_t kMostTaps = 16;
 constexpr int64_t kMostKeyWidth = 256;  // of linear attention
 
-// y[t, c] = act(bias[c] + sum of weight[j, c] * seen[t + j + 1 - taps, c]) * out_gate[t, c], with seen = x * gate. What
+// y[t, c] = act(bias[c] + sum of weight[c, j] * seen[t + j + 1 - taps, c]) * out_gate[t, c], with seen = x * gate. What
 // came before the first token are the rows of `before` [B, taps, C], zeros if it is null. x and gates have rows
-// `*_b` and `*_t` apart; y [B, T, C] and weight [taps, C] are contiguous.
+// `*_b` and `*_t` apart; y [B, T, C] and weight [C, taps] are contiguous.
 struct ConvArgs {
   const void *x, *gate, *out_gate;  // gates or null
   int64_t x_b, x_t, gate_b, gate_t, out_b, out_t;
@@ -21,6 +21,10 @@ struct ConvArgs {
   bool silu;
   Type type, weight_type;  // weight_type: that of bias, too; `type` or f32
 };
+
+// A convolution is computed in tiles of these sizes, by channels, then by tokens, then by batch rows.
+constexpr int64_t kConvTokens = 32, kConvChannels = 1024;
+constexpr int64_t conv_tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 // For each head, with a state S [D, V] in float32: S = exp(decay) S + k d', where d = beta (v - S' k) if `delta`, with S
 // after the decay, else d = beta v; out = S' q + skip v. Heads share q and k in groups of heads / groups. `normalise`:
@@ -53,7 +57,7 @@ struct GatedNormArgs {
 };
 
 struct RecurrenceKernels {
-  void (*convolve)(const ConvArgs&, int64_t begin, int64_t end);     // tokens of all rows; `after` is not written
+  void (*convolve)(const ConvArgs&, int64_t begin, int64_t end);     // tiles; `after` is not written
   void (*scan)(const ScanArgs&, int64_t begin, int64_t end);         // batch rows x heads
   void (*gated_norm)(const GatedNormArgs&, int64_t begin, int64_t end);  // rows
 };

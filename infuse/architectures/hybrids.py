@@ -1,0 +1,137 @@
+"""Hybrids: decoders in most of whose layers a state takes the place of keys and values.
+
+They are written: a graph has one way through a recurrence for the tokens that it was made with, and none of the parts
+that graphs are read into keeps a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from infuse.activations import Act
+from infuse.architectures.attention import GatedSeparate, OutputGate
+from infuse.architectures.layer import Mixer
+from infuse.architectures.linear_attention import BETA, GATE, STEP, GatedDelta, K, Q, V
+from infuse.architectures.llama import LLAMA, WINDOW
+from infuse.architectures.mixtures import QWEN_ROUTER
+from infuse.architectures.mlp import GatedMLP
+from infuse.architectures.moe import MoE
+from infuse.architectures.norm import RMS, Norm
+from infuse.architectures.program import SANDWICH
+from infuse.architectures.router import Router
+from infuse.architectures.short_conv import ShortConv
+from infuse.routing import SIGMOID
+
+_M = "transformers.models."
+
+
+@dataclass(frozen=True)
+class Either:
+    """The mixer of each layer: the first one whose module the layer has, which is not None."""
+
+    mixers: tuple[Mixer, ...]
+
+    @property
+    def module(self) -> str:
+        return self.mixers[0].module
+
+    def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
+        def is_there(mixer: Mixer) -> bool:
+            return layer._modules.get(mixer.module) is not None
+
+        return next(filter(is_there, self.mixers), self.mixers[-1]).of_layer(layer, config)
+
+    def bind(self, binder: Any, name: str) -> Any:
+        raise AssertionError("the mixer of a layer is bound")
+
+
+def _attention(**changes: Any) -> Mixer:
+    return LLAMA.but(attn=changes).attn
+
+
+def _qk_norm(q: str = "q_norm", k: str = "k_norm", offset: float = 0.0) -> dict[str, Norm]:
+    return dict(q_norm=Norm(f"self_attn.{q}", RMS, offset), k_norm=Norm(f"self_attn.{k}", RMS, offset))
+
+
+# ---- short convolutions
+
+LFM2 = LLAMA.but(
+    layer=_M + "lfm2.modeling_lfm2.Lfm2DecoderLayer",
+    norm1=Norm("operator_norm", RMS),
+    attn=Either((ShortConv("conv"), _attention(out="self_attn.out_proj", **_qk_norm("q_layernorm", "k_layernorm")))),
+    norm2=Norm("ffn_norm", RMS),
+    mlp=GatedMLP("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", Act("silu")),
+)
+LFM2_ROUTER = Router(
+    "feed_forward.gate", score=SIGMOID, rounded_score=True, correction="feed_forward.expert_bias",
+    normalise="norm_topk_prob", eps=1e-6, scale="routed_scaling_factor",
+)  # fmt: skip
+LFM2_MOE = LFM2.but(
+    layer=_M + "lfm2_moe.modeling_lfm2_moe.Lfm2MoeDecoderLayer",
+    mlp=MoE(LFM2_ROUTER, experts="feed_forward.experts", dense=LFM2.mlp),
+)
+LFM3 = LFM2.but(
+    layer=_M + "lfm3.modeling_lfm3.Lfm3DecoderLayer",
+    residual=SANDWICH,
+    attn=Either(
+        (ShortConv("conv"), _attention(passes=WINDOW, gate=OutputGate("self_attn.g_proj", optional=True), **_qk_norm()))
+    ),
+    post1=Norm("post_operator_norm", RMS),
+    post2=Norm("post_ffn_norm", RMS),
+)
+
+# ---- gated delta rule
+
+_QWEN_ATTENTION = _attention(
+    qkv=GatedSeparate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_qk_norm(offset=1.0)
+)
+_QWEN_MOE = MoE(
+    QWEN_ROUTER, shared=GatedMLP.at("mlp.shared_expert"), gate="mlp.shared_expert_gate", dense=GatedMLP.at("mlp")
+)
+_QWEN = LLAMA.but(norm1=Norm("input_layernorm", RMS, 1.0), norm2=Norm("post_attention_layernorm", RMS, 1.0))
+QWEN3_NEXT = _QWEN.but(
+    layer=_M + "qwen3_next.modeling_qwen3_next.Qwen3NextDecoderLayer",
+    attn=Either(
+        (
+            GatedDelta(
+                "linear_attn", (("in_proj_qkvz", (Q, K, V, GATE)), ("in_proj_ba", (BETA, STEP))), by_key_head=True
+            ),
+            _QWEN_ATTENTION,
+        )
+    ),
+    mlp=_QWEN_MOE,
+)
+QWEN3_5 = _QWEN.but(
+    layer=_M + "qwen3_5.modeling_qwen3_5.Qwen3_5DecoderLayer",
+    attn=Either(
+        (
+            GatedDelta(
+                "linear_attn",
+                (("in_proj_qkv", (Q, K, V)), ("in_proj_z", (GATE,)), ("in_proj_b", (BETA,)), ("in_proj_a", (STEP,))),
+            ),
+            _QWEN_ATTENTION,
+        )
+    ),
+)
+QWEN3_5_MOE = QWEN3_5.but(
+    layer=_M + "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer", mlp=replace(_QWEN_MOE, dense=None)
+)
+_OLMO_DELTA = GatedDelta(
+    "linear_attn",
+    (
+        ("q_proj", (Q,)),
+        ("k_proj", (K,)),
+        ("v_proj", (V,)),
+        ("g_proj", (GATE,)),
+        ("b_proj", (BETA,)),
+        ("a_proj", (STEP,)),
+    ),
+    norm="o_norm",
+    out="o_proj",
+    doubles="allow_neg_eigval",
+)
+
+SPECS = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

@@ -1,0 +1,116 @@
+"""Linear attention over any cache: one product for all sections, the convolution, the recurrence, norm and gate.
+
+Suffixes: B batch, T new tokens, H heads, C hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from infuse import ops
+from infuse.architectures.linear_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
+from infuse.layers.build_context import BuildContext
+from infuse.layers.inputs import Inputs
+from infuse.layers.linear import direct
+from infuse.layers.native_part import PartWriter, decline_if
+from infuse.layers.recurrent import Recurrent
+from infuse.layers.slot import CONV, STATE
+
+_STATE_SPACE_TURNED = MappingProxyType({CONV: (1, 2), STATE: (2, 3)})
+
+
+class LinearAttention(Recurrent[LinearAttentionShape]):
+    """`forward` returns (output [B, T, C], None)."""
+
+    struct, mixed = "linear_attention", True
+
+    def __init__(self, shape: LinearAttentionShape, context: BuildContext):
+        super().__init__(shape, context)
+        if not shape.delta:
+            self.turned = _STATE_SPACE_TURNED
+        for matrix in shape.matrices:
+            self.add_module(matrix.target, context.linear(matrix))
+        self.hold_conv(shape.conv, shape.channels, context.bodies)
+        for leaf, there in (("A_log", True), ("dt_bias", True), ("D", shape.skip)):
+            self.register_parameter(leaf, _empty(shape.heads) if there else None)
+        self.register_parameter("norm", _empty(shape.norm.columns) if shape.norm.there else None)
+        self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
+        self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
+
+    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
+        shape, (batch, tokens, _) = self.shape, x_BTC.shape
+        parts: dict[str, Any] = self._modules
+        slot, before = self.begin(x_BTC, inputs)
+        of = self._sections(direct(parts["in"], self.masked(x_BTC, inputs)))
+        seen = of["convolved"]
+        convolved, conv = self.convolved(seen, before.get(CONV))
+        if not shape.delta:
+            convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
+        widths = [rows for section, rows in shape.rows.items() if section in (Q, K, V)]
+        order = [section for section in shape.sections if section in (Q, K, V)]
+        qkv = dict(zip(order, convolved.split(widths, dim=-1), strict=True))
+        heads = {Q: shape.key_heads, K: shape.key_heads, V: shape.heads}
+        q, k, v = (qkv[section].unflatten(-1, (heads[section], -1)) for section in (Q, K, V))
+        decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
+        skip = self.D.float() if shape.skip else None
+        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), shape.scale, shape.delta, shape.delta)
+        self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
+        norm = shape.norm
+        y = self._norm(
+            out.view(batch, tokens, -1), of[GATE], self._parameters["norm"], norm.width, norm.eps, norm.gate_first,
+            norm.sigmoid,
+        )  # fmt: skip
+        return direct(parts["out"], y), None
+
+    def _sections(self, projected: Tensor) -> dict[str, Tensor]:
+        """The sections of the first product; those that are convolved together, as one."""
+        of = dict(zip(self.shape.rows, projected.split([*self.shape.rows.values()], dim=-1), strict=True))
+        order = [section for section in self.shape.sections if section in (Q, K, V)]
+        start = 0
+        for section, rows in self.shape.rows.items():
+            if section == order[0]:
+                break
+            start += rows
+        of["convolved"] = projected.narrow(-1, start, self.shape.channels)
+        return of
+
+    def _decay(self, of: dict[str, Tensor], *, in_steps: bool) -> tuple[Tensor, Tensor]:
+        """The logarithm of each head's decay, and beta, [B, T, H] in float32."""
+        shape = self.shape
+        step = softplus(of[STEP].float() + self.dt_bias.float())
+        if not shape.delta and not in_steps and shape.limits != (0.0, math.inf):
+            step = step.clamp(*shape.limits)  # originals clamp it in prompts alone
+        decay = -self.A_log.float().exp() * step
+        beta = of[BETA].float().sigmoid() * shape.beta_factor if shape.delta else step
+        return decay.contiguous(), beta.contiguous()
+
+    def native(self, to: PartWriter) -> None:
+        shape, norm = self.shape, self.shape.norm
+        least, most = shape.limits
+        decline_if({"an encoder has no states": to.of_encoder})
+        to.put(heads=shape.heads, key_heads=shape.key_heads, key_width=shape.key_width, value_width=shape.value_width)
+        starts, at = {}, 0
+        for section, rows in shape.rows.items():
+            starts[section], at = at, at + rows
+        to.put(
+            q_at=starts[Q], k_at=starts[K], v_at=starts[V], gate_at=starts[GATE], beta_at=starts.get(BETA, -1),
+            step_at=starts[STEP],
+        )  # fmt: skip
+        to.put(delta=shape.delta, gate_first=norm.gate_first, sigmoid=norm.sigmoid, norm_width=norm.width)
+        to.put_reals(scale=shape.scale, beta_factor=shape.beta_factor, least=least, most=most, eps=norm.eps)
+        self.native_conv(to, shape.conv)
+        for leaf in ("A_log", "dt_bias", "D", "norm"):
+            to.tensor(leaf)
+        to.part("in", as_field="into")
+        to.part("out")
+        to.storage("convolved", "state")
+
+
+def _empty(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size), requires_grad=False)
