@@ -104,7 +104,8 @@ class Rotary:
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
     although the pairs are interleaved. `once`: cos and sin have one column per pair. `sin_first`: (sin, cos) is passed.
     `flat`: cos and sin are [tokens, width], for all texts alike. `prefix`: they have no rows for the first tokens,
-    which are not turned. `is_complex`: one tensor [batch or 1, tokens, width / 2] of cos + i sin is passed.
+    which are not turned. `is_complex`: one tensor [batch or 1, tokens, width / 2] of cos + i sin is passed. `optional`:
+    None is passed by models that do not rotate.
     """
 
     interleaved: bool = False
@@ -116,6 +117,7 @@ class Rotary:
     flat: bool = False
     prefix: bool = False
     is_complex: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from infuse.activations import Act
-from infuse.architectures.attention import GatedSeparate, OutputGate
-from infuse.architectures.layer import Mixer
-from infuse.architectures.linear_attention import BETA, GATE, STEP, GatedDelta, K, Q, V
+from infuse.architectures.attention import GatedSeparate, OutputGate, Rotary
+from infuse.architectures.layer import TUPLE, Mixer
+from infuse.architectures.linear_attention import BETA, GATE, STEP, GatedDelta, K, Q, StateSpace, V
 from infuse.architectures.llama import LLAMA, WINDOW
-from infuse.architectures.mixtures import QWEN_ROUTER
-from infuse.architectures.mlp import GatedMLP
+from infuse.architectures.mixtures import GRANITE_MOE_SHARED, QWEN_ROUTER
+from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
 from infuse.architectures.norm import RMS, Norm
 from infuse.architectures.program import SANDWICH
@@ -117,21 +117,62 @@ QWEN3_5 = _QWEN.but(
     ),
 )
 QWEN3_5_MOE = QWEN3_5.but(
-    layer=_M + "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer", mlp=replace(_QWEN_MOE, dense=None)
+    layer=_M + "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer",
+    mlp=replace(_QWEN_MOE, router=replace(QWEN_ROUTER, normalise=True), dense=None),
 )
-_OLMO_DELTA = GatedDelta(
-    "linear_attn",
-    (
-        ("q_proj", (Q,)),
-        ("k_proj", (K,)),
-        ("v_proj", (V,)),
-        ("g_proj", (GATE,)),
-        ("b_proj", (BETA,)),
-        ("a_proj", (STEP,)),
+# OLMo Hybrid's two kinds of layers are two classes; those of attention have their norms on the branches.
+OLMO_HYBRID = LLAMA.but(
+    layer=_M + "olmo_hybrid.modeling_olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer",
+    attn=GatedDelta(
+        "linear_attn",
+        (
+            ("q_proj", (Q,)),
+            ("k_proj", (K,)),
+            ("v_proj", (V,)),
+            ("g_proj", (GATE,)),
+            ("b_proj", (BETA,)),
+            ("a_proj", (STEP,)),
+        ),
+        norm="o_norm",
+        out="o_proj",
+        doubles="allow_neg_eigval",
     ),
-    norm="o_norm",
-    out="o_proj",
-    doubles="allow_neg_eigval",
+)
+OLMO_HYBRID_ATTENTION = LLAMA.but(
+    layer=_M + "olmo_hybrid.modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer",
+    residual=SANDWICH,
+    norm1=None,
+    attn=dict(position=Rotary(optional=True), **_qk_norm()),
+    post1=Norm("post_attention_layernorm", RMS),
+    norm2=None,
+    post2=Norm("post_feedforward_layernorm", RMS),
 )
 
-SPECS = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+# ---- state spaces
+
+_MAMBA = Either((StateSpace("mamba"), LLAMA.attn))
+BAMBA = LLAMA.but(
+    layer=_M + "bamba.modeling_bamba.BambaDecoderLayer",
+    returns=TUPLE,
+    attn=_MAMBA,
+    norm2=Norm("pre_ff_layernorm", RMS),
+    mlp=GatedMLP.at("feed_forward"),
+)
+GRANITE_HYBRID = GRANITE_MOE_SHARED.but(
+    layer=_M + "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridDecoderLayer",
+    attn=Either((StateSpace("mamba"), _attention(position=Rotary(optional=True)))),
+    mlp=dict(dense=PackedGatedMLP("shared_mlp.input_linear", "shared_mlp.output_linear")),
+)
+
+SPECS = (
+    LFM2,
+    LFM2_MOE,
+    LFM3,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    OLMO_HYBRID,
+    OLMO_HYBRID_ATTENTION,
+    BAMBA,
+    GRANITE_HYBRID,
+)

@@ -42,10 +42,12 @@ class PassedCosSin(Positions):
         super().__init__()
         self.interleaved, self._in_halves, self._once = position.interleaved, position.in_halves, position.once
         self._sin_first, self._flat, self.prefix = position.sin_first, position.flat, position.prefix
-        self._is_complex = position.is_complex
+        self._is_complex, self._optional = position.is_complex, position.optional
 
-    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         if inputs.position_embeddings is None:
+            if self._optional:
+                return None
             raise missing("position_embeddings")
         cos, sin = self._passed(inputs.position_embeddings)
         if cos.dim() != 3 - self._flat:

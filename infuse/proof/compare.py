@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,13 +53,21 @@ def cast_value(value: Any, dtype: torch.dtype, cache: Any, only: torch.dtype | N
     return type(value)(cast_value(v, dtype, cache, only) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> list[Tensor]:
+class Results(list[Tensor]):
+    """Tensors of the calls of a case. `kinds`: for each call, how many values it returned in a tuple; 0 without one."""
+
+    def __init__(self, tensors: Iterable[Tensor] = (), kinds: Iterable[int] = ()):
+        super().__init__(tensors)
+        self.kinds = [*kinds]
+
+
+def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> Results:
     """Run the case's calls in order and return for each the hidden states of the real positions [N, C].
 
     After these come the states that the layer lends to later ones. For a whole module, return all results of each call.
     """
     cache = make_cache() if make_cache else None
-    results = []
+    results = Results()
     for call in case.calls:
         only = call.hidden.dtype if case.whole else None
         args = [cast_value(arg, dtype, cache, only) for arg in call.args]
@@ -77,6 +85,7 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callab
                 raise TypeError(f"it returned {type(out).__name__}, not tensors")
             results += tensors
             continue
+        results.kinds.append(len(out) if isinstance(out, tuple) else 0)
         out = out[0] if isinstance(out, tuple) else out
         results.append(out.flatten(0, -2) if call.real is None else out[call.real.to(out.device)])
         for states, before in shared:
@@ -93,7 +102,7 @@ class Expected:
     float32, `rounded_routes` the same calls in the target dtype.
     """
 
-    exact: list[list[Tensor]]
+    exact: list[Results]
     own_error: list[list[float]]
     routers: Mapping[str, str]
     routes: list[list[Route]]
@@ -117,8 +126,8 @@ def expected(
                 exact.append(outputs(layer, case, torch.float32, case.caches[0]))
             routes.append(seen)
     if together:  # without routers
-        ((whole,),) = exact
-        exact = [[rows] for rows in whole.split([case.calls[0].hidden.shape[1] for case in cases])]
+        (((whole,), kinds),) = ((results, results.kinds) for results in exact)
+        exact = [Results([rows], kinds) for rows in whole.split([case.calls[0].hidden.shape[1] for case in cases])]
         routes *= len(cases)
     if dtype == torch.float32:
         return Expected(exact, [[0.0] * len(row) for row in exact], routers, routes, routes)
@@ -197,6 +206,9 @@ def _mismatch(
                 if case.refusable:  # the user gets the same named refusal
                     continue
                 raise
+            if tensors.kinds != exact.kinds:
+                found, theirs = (_told(results.kinds) for results in (tensors, exact))
+                return f"returns {found}, and the original {theirs} ({case.label})"
             errors = _errors(case, tensors, exact)
             if make_cache is our_int8_cache:
                 most = [limit + _OF_INT8_CACHE for limit in most]
@@ -211,6 +223,10 @@ def _mismatch(
         if mismatch := routes_mismatch(repeated(new, wanted.routers, routes, dtype), alike, _FLOOR[dtype]):
             return f"{mismatch} in {str(dtype).removeprefix('torch.')}"
     return None
+
+
+def _told(kinds: Sequence[int]) -> str:
+    return ", ".join(f"a tuple of {count}" if count else "one value" for count in dict.fromkeys(kinds))
 
 
 def _errors(case: Case, tensors: list[Tensor], exact: list[Tensor]) -> list[float]:

@@ -629,7 +629,64 @@ READ_ALONE = [
     Family("dinov3", t.DINOv3ViTConfig, t.DINOv3ViTModel, "vision",
            dict(_PICTURES, image_size=16, patch_size=8, num_register_tokens=2)),
 ]  # fmt: skip
-FAMILIES = [*LLAMA, *MIXTURES, *LATENT, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE]
+
+_DELTA = dict(
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=12, linear_value_head_dim=10, head_dim=12,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)  # fmt: skip
+_DELTA_MOE = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16
+)  # fmt: skip
+_CONVS = dict(layer_types=["conv", "full_attention", "conv"])
+_SPACES = dict(
+    mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=4
+)  # fmt: skip
+_SPACE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+HYBRIDS = [
+    Family("lfm2", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, block_auto_adjust_ff_dim=False)),
+    Family("lfm2-bias", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, conv_bias=True, conv_L_cache=5)),
+    Family(
+        "lfm2_moe", t.Lfm2MoeConfig, t.Lfm2MoeForCausalLM,
+        values=dict(GQA, **_CONVS, num_dense_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    ),
+    Family(
+        "lfm3", t.Lfm3Config, t.Lfm3ForCausalLM,
+        values=dict(GQA, layer_types=["conv", "full_attention", "sliding_attention"], sliding_window=6, head_dim=12),
+    ),
+    Family(
+        "qwen3_next", t.Qwen3NextConfig, t.Qwen3NextForCausalLM,
+        values=dict(GQA, **_DELTA, **_DELTA_MOE, mlp_only_layers=[0]),
+    ),
+    Family("qwen3_5", t.Qwen3_5TextConfig, t.Qwen3_5ForCausalLM, values=dict(GQA, **_DELTA)),
+    Family(
+        "qwen3_5_moe", t.Qwen3_5MoeTextConfig, t.Qwen3_5MoeForCausalLM, values=dict(GQA, **_DELTA, **_DELTA_MOE)
+    ),
+    Family("olmo_hybrid", t.OlmoHybridConfig, t.OlmoHybridForCausalLM, values=dict(GQA, **_DELTA)),
+    Family(
+        "olmo_hybrid-without-positions", t.OlmoHybridConfig, t.OlmoHybridForCausalLM,
+        values=dict(GQA, **_DELTA, rope_parameters=None, linear_allow_neg_eigval=False),
+    ),
+    Family(
+        "granitemoehybrid", t.GraniteMoeHybridConfig, t.GraniteMoeHybridForCausalLM,
+        values=dict(
+            GQA, **_SPACES, layer_types=_SPACE_LAYERS, num_local_experts=4, num_experts_per_tok=2,
+            shared_intermediate_size=24, residual_multiplier=0.7, attention_multiplier=0.4,
+        ),
+    ),
+    Family(
+        "granitemoehybrid-dense", t.GraniteMoeHybridConfig, t.GraniteMoeHybridForCausalLM,
+        values=dict(
+            GQA, **{**_SPACES, "mamba_n_groups": 1}, layer_types=_SPACE_LAYERS, num_local_experts=0,
+            shared_intermediate_size=64, position_embedding_type="rope",
+        ),
+    ),
+    Family(
+        "bamba", t.BambaConfig, t.BambaForCausalLM,
+        values=dict(GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0)),
+    ),
+]  # fmt: skip
+
+FAMILIES = [*LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 
