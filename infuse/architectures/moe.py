@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from infuse.architectures.bind import Binder
 from infuse.architectures.experts import EVERY, ROUTES, ExpertsShape, bind_experts
 from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
@@ -27,7 +29,8 @@ class MoE:
     `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the MLP of layers that have no module at
     `experts`. Attributes of the module around the experts: `scale`, a number that multiplies their sum; `combine`,
     "sum" or "average" of that and the shared expert. `norm`: of the experts' input, which the router sees without it;
-    `post`: of the sum of all. `weighs_inputs`: weights multiply the experts' inputs instead of their outputs.
+    `post`: of the sum of all. `weighs_inputs`: weights multiply the experts' inputs instead of their outputs. `latent`:
+    linears before and after the experts, whose inputs and outputs are narrower; layers may have an Identity.
     """
 
     router: Router
@@ -40,6 +43,7 @@ class MoE:
     norm: Norm | None = None
     post: Norm | None = None
     weighs_inputs: bool = False
+    latent: tuple[str, str] | None = None
 
     def bind(self, binder: Binder, name: str) -> PartShape:
         if self.dense is not None and binder.module(self.experts, optional=True) is None:
@@ -66,7 +70,19 @@ class MoE:
             None if each is None else each.bind(binder, f"{name}.{target}")
             for target, each in (("norm", self.norm), ("post", self.post))
         )
-        return MoEShape(router, experts, shared, gated, scale, combine, norm, post, self.weighs_inputs)
+        latent = self._bind_latent(binder, name)
+        return MoEShape(router, experts, shared, gated, scale, combine, norm, post, self.weighs_inputs, latent)
+
+    def _bind_latent(self, binder: Binder, name: str) -> LatentShape | None:
+        if self.latent is None or isinstance(binder.module(self.latent[0], optional=True), nn.Identity):
+            return None
+        into, out = (binder.linear(path) for path in self.latent)
+        if (into.rows, into.columns) != (out.columns, out.rows):
+            sizes = [(linear.rows, linear.columns) for linear in (into, out)]
+            binder.differ(f"{' and '.join(self.latent)} are matrices of {sizes}")
+        for target, path, linear in zip(("latent_in", "latent_out"), self.latent, (into, out), strict=True):
+            binder.fill_linear(named(name, target), (path,), linear.bias)
+        return LatentShape(into.columns, into.rows, into.bias, out.bias)
 
     def _bind_experts(self, binder: Binder, name: str) -> ExpertsShape | None:
         """Bind the experts; None, with the differences noted, if they are not understood."""
@@ -98,6 +114,23 @@ class MoE:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """Linears before and after experts that are `width` wide. Ranks hold both, and add up what the second makes."""
+
+    hidden: int
+    width: int
+    in_bias: bool
+    out_bias: bool
+
+    @property
+    def matrices(self) -> tuple[Matrix, Matrix]:
+        return (
+            Matrix("latent_in", self.width, self.hidden, self.in_bias),
+            Matrix("latent_out", self.hidden, self.width, self.out_bias),
+        )
+
+
+@dataclass(frozen=True)
 class MoEShape(PartShape):
     """Dimensions and contents of one mixture. Ranks hold the router and the shared expert's gate whole."""
 
@@ -110,6 +143,7 @@ class MoEShape(PartShape):
     norm: NormShape | None = None
     post: NormShape | None = None
     weighs_inputs: bool = False
+    latent: LatentShape | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -117,6 +151,7 @@ class MoEShape(PartShape):
         return (
             *(inside("experts", matrix) for matrix in self.experts.matrices),
             *(replace(inside("shared", matrix), extents=_own(matrix.extents)) for matrix in shared),
+            *(() if self.latent is None else self.latent.matrices),
         )
 
     @property
@@ -127,6 +162,7 @@ class MoEShape(PartShape):
             *(inside("experts", parameter) for parameter in self.experts.parameters),
             *(replace(inside("shared", parameter), extents=_own(parameter.extents)) for parameter in shared),
             *((Parameter("shared_gate.weight"),) if self.gated else ()),
+            *(() if self.latent is None else (p for matrix in self.latent.matrices for p in matrix.parameters)),
             *(inside(name, parameter) for name, norm in self.norms.items() for parameter in norm.parameters),
         )
 
@@ -148,6 +184,9 @@ class MoEShape(PartShape):
         shared = self.shared
         if shared is not None:
             shared = shared.of_rank(Share(share.rank, {INNER: share.ranges[SHARED_INNER]}))
+        latent = self.latent
+        if latent is not None and latent.out_bias:
+            raise SpecMismatch("its experts", ["the linear after them has a bias, which each rank would add"])
         return replace(self, experts=self.experts.of_rank(share), shared=shared)
 
 

@@ -1,8 +1,9 @@
 """Decode steps that compute a model's parts without its own forward: embedding, all blocks, norm, head, in one call.
 
 A user's own class or patch is called in each step. What a model computes between its parts is its own affair, so each
-answer's first step is traced: every part must have got the very tensor that the part before it returned. The first such
-step of a model is also computed again, and must give the same logits. A mask is the model's affair, too: from the
+answer's first step is traced: every part must have got the very tensor that the part before it returned, but for a
+number of the config by which the embedding or the logits are multiplied. The first such step of a model is also
+computed again, and must give the same logits. A mask is the model's affair, too: from the
 length on at which a window may hide tokens, the model is called.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.contract import NEUTRAL
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks
+from infuse.layers.recurrent import Recurrent
 from infuse.layers.stack import Answer, StackCall
 from infuse.ops.cpu.program import CosSin
 from infuse.temporary_hooks import TemporaryHooks
@@ -34,6 +36,7 @@ from infuse.temporary_hooks import TemporaryHooks
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _TABLE_TOKENS = 64
+_FACTORS = ("multiplier", "scale", "scaling")  # in names of config keys
 _CALL_SECONDS = 0.03  # of the steps in one call
 
 
@@ -90,24 +93,32 @@ class DirectSteps:
         )
         if not embedded.is_of(parts.embedding, inputs["input_ids"]) or not headed.is_of(parts.head, normed.output):
             return None
-        x: Any = embedded.output
+        x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
+        around = Around.of(embedded.output, x, headed.output, outputs.logits, parts.above[0].config)
+        if around is None:
+            return None
+        begun = x
         for block, call in zip(parts.blocks, blocks, strict=True):
             if call.module is not block or not _follows(call, x, cache, None if turned is None else turned.output):
                 return None
             x = call.output[0] if isinstance(call.output, tuple) else call.output
-        if not normed.is_of(normed.module, x) or outputs.logits is not headed.output:
+        if not normed.is_of(normed.module, x):
             return None
-        if turned is not None and not turned.takes(embedded.output, positions):
+        turning_by = None if turned is None else Turning.of(turned, (embedded.output, begun), positions)
+        if turned is not None and turning_by is None:
             return None
         used = (*parts.above, parts.embedding, *parts.blocks, normed.module, parts.head)
         modules = [(each, type(each), type(each).forward) for each in used]
-        if self.modules != modules or self.stack is None or self.stack.dtype is not embedded.output.dtype:
-            self.stack = StackCall.of(parts.embedding, parts.blocks, normed.module, parts.head, embedded.output)
+        alike = self.stack is not None and self.stack.around == around.steps
+        if self.modules != modules or not alike or self.stack.dtype is not embedded.output.dtype:  # type: ignore[union-attr]
+            self.stack = StackCall.of(
+                parts.embedding, parts.blocks, normed.module, parts.head, embedded.output, around.steps
+            )
             self.modules, self.proven = modules, False
         answer = None if self.stack is None else self.stack.begin(embedded.output, cache)
         if self.stack is None or answer is None:
             return None
-        step = DirectStep(parts, self.stack, answer, normed.module, turned, cache, embedded.output, positions)
+        step = DirectStep(parts, self.stack, answer, normed.module, turning_by, around, cache, embedded.output)
         step.end_tokens = _least_window(parts.above[0].config)
         return step
 
@@ -119,12 +130,12 @@ class DirectStep:
     """Make the answer's next steps as the traced one was made: each is one token later than the step before it."""
 
     def __init__(
-        self, parts: _Parts, stack: StackCall, answer: Answer, norm: nn.Module, turned: _Call | None, cache: KVCache,
-        embedded: Tensor, positions: Tensor,
+        self, parts: _Parts, stack: StackCall, answer: Answer, norm: nn.Module, turning: Turning | None,
+        around: Around, cache: KVCache, embedded: Tensor,
     ):  # fmt: skip
         self.cache = cache
         self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
-        self._turned, self._embedded, self._positions = turned, embedded, positions
+        self._turning, self._around, self._embedded = turning, around, embedded
         self._first = answer.length - 1  # index of the traced step's token
         self._table: tuple[int, CosSin] | None = None  # for many tokens, and how many come before them
         self._seconds = math.inf  # that a token took
@@ -137,8 +148,14 @@ class DirectStep:
             return None
         answer = self._answer
         cos_sin, _ = self._cos_sin(ids_BT)
-        y = answer.step(ids_BT if answer.takes_ids else self._parts.embedding.forward(ids_BT), cos_sin)
-        return y if y is None or answer.gives_logits else self._parts.head.forward(self._norm.forward(y))
+        y = answer.step(
+            ids_BT if answer.takes_ids else self._around.begun(self._parts.embedding.forward(ids_BT)), cos_sin
+        )
+        if y is None:
+            return None
+        if answer.gives_logits:
+            return self._around.widened(y)
+        return self._around.ended(self._parts.head.forward(self._norm.forward(y)))
 
     def tokens(self, ids_BT: Tensor, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
@@ -165,24 +182,111 @@ class DirectStep:
 
     def _cos_sin(self, ids_BT: Tensor) -> tuple[CosSin, float]:
         """The rotary positions of this step's token and of those after it, and of how many tokens these are."""
-        if self._turned is None:
+        turning = self._turning
+        if turning is None:
             return CosSin(), math.inf
         step = self._answer.length - self._first
-        if self._positions.dim() != 2 or getattr(self._turned.module, "rope_type", None) not in _STATIC_ROPE:
-            return self._turned_at(self._parts.embedding.forward(ids_BT), self._positions + step), 1
+        if not turning.by_index:
+            return self._turned_at(self._parts.embedding.forward(ids_BT), turning.positions + step), 1
         index = step % _TABLE_TOKENS
         if self._table is None or self._table[0] != step - index:
-            later = self._positions + torch.arange(step - index, step - index + _TABLE_TOKENS, device=ids_BT.device)
-            self._table = step - index, self._turned_at(self._embedded, later)
+            tokens = torch.arange(step - index, step - index + _TABLE_TOKENS, device=ids_BT.device)
+            self._table = step - index, self._turned_at(self._embedded, turning.positions + tokens)
         table = self._table[1]
         return CosSin(table.cos, table.sin, index), _TABLE_TOKENS - index
 
     def _turned_at(self, x: Tensor, positions: Tensor) -> CosSin:
-        """The rotary positions that the model's own module gives for x at `positions` [B or 1, T]."""
-        assert self._turned is not None
-        cos_sin = self._turned.repeated({id(self._embedded): x, id(self._positions): positions})
+        """The rotary positions that the model's own module gives for x at `positions` [..., B or 1, T]."""
+        assert self._turning is not None
+        cos_sin = self._turning.at(x, positions)
         cos_sin = self._stack.cos_sin(Inputs(None, self.cache, cos_sin, positions, None, None, False, 0))
         return CosSin() if cos_sin is None else CosSin(*cos_sin)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the model does before its blocks and after its head: `begin` multiplies the embedding, `end` the logits, or
+    divides them; `widens`: logits become float32.
+    """
+
+    begin: float = 1.0
+    end: float = 1.0
+    divides: bool = False
+    widens: bool = False
+
+    @classmethod
+    def of(cls, embedded: Tensor, x: Any, made: Tensor, logits: Tensor, config: Any) -> Around | None:
+        """Find it from the values of one step, by the numbers of the config; None if it does something else."""
+        numbers = [*dict.fromkeys(_numbers(config))]
+        begins = [1.0] if x is embedded else []
+        if isinstance(x, Tensor) and not begins:
+            begins = [number for number in numbers if torch.equal(embedded * number, x)]
+        ends = [cls()] if logits is made else [cls(widens=True)]
+        if logits is not made:
+            found = (cls(end=number, divides=divides) for divides in (False, True) for number in numbers)
+            ends += [around for end in found for around in (end, replace(end, widens=True))]
+        for around in ends if begins else ():
+            if logits is made or (around.ended(made).dtype is logits.dtype and torch.equal(around.ended(made), logits)):
+                return replace(around, begin=begins[0])
+        return None
+
+    @property
+    def steps(self) -> tuple[float, float, bool]:
+        """What the stack does of it."""
+        return self.begin, self.end, self.divides
+
+    def begun(self, embedded: Tensor) -> Tensor:
+        return embedded if self.begin == 1.0 else embedded * self.begin
+
+    def ended(self, logits: Tensor) -> Tensor:
+        if self.end != 1.0:
+            logits = logits / self.end if self.divides else logits * self.end
+        return self.widened(logits)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        return logits.float() if self.widens else logits
+
+
+def _numbers(config: Any) -> Iterator[float]:
+    """Numbers in a config, and in those inside it, that may be factors; 1 where a name says that it is one."""
+    for name, value in vars(config).items():
+        is_factor = any(word in name for word in _FACTORS) and not isinstance(value, bool)
+        if hasattr(value, "model_type"):
+            yield from _numbers(value)
+        elif isinstance(value, float if not is_factor else (int, float)) and (is_factor or value not in (0.0, 1.0)):
+            yield float(value)
+
+
+@dataclass(frozen=True)
+class Turning:
+    """The call of the module that makes rotary positions, and which of its arguments are the values of a step.
+
+    `positions` [..., B or 1, 1] are the step's. `by_index`: those of many tokens can be made at once.
+    """
+
+    call: _Call
+    x: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, call: _Call, values: Sequence[Tensor], positions: Tensor) -> Turning | None:
+        """None unless the module was called with one of the values and the positions, and with no other tensor."""
+        given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
+        x = next((value for value in given if any(value is each for each in values)), None)
+        others = [value for value in given if value is not x]
+        if x is None or len(others) != 1:
+            return None
+        # Qwen 3.5 has three rows of positions, which are alike for text.
+        told = others[0]
+        alike = told is positions or (told.dim() > positions.dim() and bool((told == positions).all()))
+        return cls(call, x, told) if alike else None
+
+    @property
+    def by_index(self) -> bool:
+        return getattr(self.call.module, "rope_type", None) in _STATIC_ROPE
+
+    def at(self, x: Tensor, positions: Tensor) -> Any:
+        return self.call.repeated({id(self.x): x, id(self.positions): positions})
 
 
 def _least_window(config: Any) -> float:
@@ -266,11 +370,6 @@ class _Call:
         (given,) = self.args
         return given is x or (isinstance(x, Tensor) and isinstance(given, Tensor) and _is_all_of(given, x))
 
-    def takes(self, *tensors: Tensor) -> bool:
-        """Whether each of the tensors is an argument, and no other tensor is."""
-        given = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
-        return sorted(map(id, given)) == sorted(map(id, tensors))
-
     def repeated(self, instead: Mapping[int, Tensor]) -> Any:
         """Call the module again with other tensors, by the id of those that they replace."""
         args = [instead.get(id(value), value) for value in self.args]
@@ -293,10 +392,16 @@ def _follows(call: _Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
     caches = [given.pop(name) for name in CACHE_NAMES if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
         return False
-    if given.pop("position_embeddings", None) is not cos_sin or given.get("output_attentions"):
+    turns = given.pop("position_embeddings", None)
+    if (turns is not cos_sin and _rotates(call.module)) or given.get("output_attentions"):
         return False
     given.pop("position_ids", None)  # which these blocks do not use
     return all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items())
+
+
+def _rotates(block: Any) -> bool:
+    """Whether a mixer of the block looks at rotary positions."""
+    return not all(isinstance(block._modules[name], Recurrent) for name in block.shape.mixers)
 
 
 def _down_to_blocks(model: nn.Module) -> list[nn.Module] | None:

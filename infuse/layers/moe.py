@@ -36,6 +36,8 @@ class MoE(InferenceModule, NativePart):
         gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
         self.add_module("shared", shared)
         self.add_module("shared_gate", None if gate is None else gate.requires_grad_(False))
+        for matrix in () if shape.latent is None else shape.latent.matrices:
+            self.add_module(matrix.target, partial.linear(matrix))
         for name in ("norm", "post"):
             self.add_module(name, Norm(shape.norms[name], context.bodies) if name in shape.norms else None)
 
@@ -52,7 +54,10 @@ class MoE(InferenceModule, NativePart):
         if held["norm"] is not None:
             x_TH = direct(held["norm"], x_TH)
         of_experts = self._of_weighed_inputs if self.shape.weighs_inputs else held["experts"]
-        out = of_experts(x_TH, index, weights)
+        if self.shape.latent is None:
+            out = of_experts(x_TH, index, weights)
+        else:
+            out = direct(held["latent_out"], of_experts(direct(held["latent_in"], x_TH), index, weights))
         if self.shape.scale != 1.0:
             out = out * self.shape.scale
         shared, gate = held["shared"], held["shared_gate"]
@@ -86,5 +91,5 @@ class MoE(InferenceModule, NativePart):
         to.part("experts")
         to.part("shared")
         to.weight("shared_gate", nn.Linear)
-        to.part("norm")
-        to.part("post")
+        for name in ("norm", "post", "latent_in", "latent_out"):
+            to.part(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -39,11 +40,13 @@ class StackCall(OneCall):
 
     @classmethod
     def of(
-        cls, embedding: nn.Module, blocks: Sequence[Any], norm: nn.Module, head: nn.Module, x_BTC: Tensor
-    ) -> StackCall | None:
+        cls, embedding: nn.Module, blocks: Sequence[Any], norm: nn.Module, head: nn.Module, x_BTC: Tensor,
+        around: tuple[float, float, bool] = (1.0, 1.0, False),
+    ) -> StackCall | None:  # fmt: skip
         """None if a block does not run in one call, or if positions differ between blocks or do more than to rotate.
 
-        Steps are like x, what the embedding returned.
+        Steps are like x, what the embedding returned. `around`: a factor of the embedding, and one of the logits, by
+        which they are multiplied or, if true, divided.
         """
         calls = [block._one_call for block in blocks]
         names = [name for block in blocks for name in list(block.shape.mixers)[:1]]
@@ -64,7 +67,7 @@ class StackCall(OneCall):
         before = [embedding] if _looks_up(embedding, x_BTC) else []
         after = [norm, head] if _normalises(norm, x_BTC) and _multiplies(head, x_BTC) else []
         try:
-            return cls(before, blocks, after, calls, mixers, x_BTC)
+            return cls(before, blocks, after, calls, mixers, x_BTC, around)
         except NotNative:
             return None
 
@@ -76,9 +79,11 @@ class StackCall(OneCall):
         calls: Sequence[StepCall],
         mixers: Sequence[Any],
         x_BTC: Tensor,
+        around: tuple[float, float, bool],
     ):
         self._roots = [*before, *blocks, *after]
-        super().__init__(_program(before, blocks, after, x_BTC))
+        super().__init__(_program(before, blocks, after, x_BTC, around))
+        self.around = around
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._last_norm = _Written.of(after[0]) if after else None
         self._blocks, self._mixers = blocks, mixers
@@ -178,12 +183,17 @@ class Answer:
             slot.length += tokens
 
 
-def _program(before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor) -> ProgramText:
+def _program(
+    before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor, around: tuple[float, float, bool]
+) -> ProgramText:
+    begin, end, divides = around
     """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them."""
     text = ProgramText(FEW_TOKENS, len(before) + len(blocks) + len(after), whole=True)
     for node, table in enumerate(before):
         with text.step_of("embed"), text.inside("part", "table"):
             _write_table(PartWriter(text, table, node), table, x_BTC)
+        if begin != 1.0:
+            _write_number(text, "scale", begin)
     for node, block in enumerate(blocks, len(before)):
         for step in block._program:
             text.step(step, node, block)
@@ -193,7 +203,14 @@ def _program(before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any],
             _write_norm(PartWriter(text, norm, text.roots - 2), norm)
         with text.step_of("head"), text.inside("part", "head"), text.inside("product", "linear"):
             head.native(PartWriter(text, head, text.roots - 1))
+        if end != 1.0:
+            _write_number(text, "divide" if divides else "scale", end)
     return text
+
+
+def _write_number(text: ProgramText, does: str, number: float) -> None:
+    with text.step_of(does, number):
+        text.word("part", NONE)
 
 
 def _write_table(to: PartWriter, table: Any, x_BTC: Tensor) -> None:
@@ -209,8 +226,9 @@ def _write_norm(to: PartWriter, norm: Any) -> None:
     if isinstance(norm, Norm):
         norm.native(to)
     else:  # transformers' RMSNorm
-        to.put(kind="rounded_rms", bias=NONE)
-        to.put_reals(eps=norm.variance_epsilon, offset=0.0)
+        eps, offset, rounds = _torch_norm(norm)
+        to.put(kind="rounded_rms" if rounds else "torch_rms", bias=NONE)
+        to.put_reals(eps=eps, offset=offset)
         to.tensor("weight")
 
 
@@ -226,18 +244,33 @@ def _normalises(norm: nn.Module, x_BTC: Tensor) -> bool:
     """Whether the kernels compute this norm: ours, or to the same bits transformers' RMSNorm, which few rows prove."""
     if type(norm) is Norm and norm.shape.kind != SCALE:
         return norm._alone.body == "cpu" and takes_norm(x_BTC, norm.weight, norm.bias)
-    weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
-    if len(norm._parameters) != 1 or norm._buffers or norm._modules or weight is None or not isinstance(eps, float):
+    weight, eps = norm._parameters.get("weight"), _eps_of(norm)
+    if len(norm._parameters) != 1 or norm._buffers or norm._modules or weight is None or eps is None:
         return False
     if x_BTC.dtype not in DTYPES or weight.shape != x_BTC.shape[2:] or not takes_norm(x_BTC, weight):
         return False
+    return _torch_norm(norm) is not None
+
+
+def _eps_of(norm: nn.Module) -> float | None:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _torch_norm(norm: Any) -> tuple[float, float, bool] | None:
+    """eps, what is added to the weight, and whether x / rms is rounded before; None for another function."""
+    eps, weight = _eps_of(norm), norm.weight
     generator = torch.Generator().manual_seed(0)
-    for rows in (1, 2, limits().plain_rows):
-        for scale in (1e-4, 1.0, 300.0):
-            x = (torch.randn(rows, 1, x_BTC.shape[2], generator=generator) * scale).to(x_BTC.dtype)
-            if not torch.equal(norm.forward(x), kernels().rounded_norm.default(x, weight, eps)):
-                return False
-    return True
+    rows = [
+        (torch.randn(count, 1, len(weight), generator=generator) * scale).to(weight.dtype)
+        for count in (1, 2, limits().plain_rows)
+        for scale in (1e-4, 1.0, 300.0)
+    ]
+    for offset, rounds in ((0.0, True), (0.0, False), (1.0, False)):
+        made = partial(kernels().rounded_norm.default, weight=weight, eps=eps, offset=offset, rounds=rounds)
+        if all(torch.equal(norm.forward(x), made(x)) for x in rows):
+            return eps, offset, rounds
+    return None
 
 
 @dataclass(frozen=True)
@@ -250,7 +283,7 @@ class _Written:
 
     @classmethod
     def of(cls, norm: nn.Module) -> _Written:
-        return cls(norm, type(norm).forward, getattr(norm, "variance_epsilon", None))
+        return cls(norm, type(norm).forward, _eps_of(norm))
 
 
 def _multiplies(head: nn.Module, x_BTC: Tensor) -> bool:

@@ -49,7 +49,7 @@ void add_norm(const NormRule& rule, const Array& x, const Array& residual, const
   run_norm(a, rule, x, y);
 }
 
-void rounded_norm(const Array& x, const Array& weight, double eps, const Array& y) {
+void rounded_norm(const Array& x, const Array& weight, double eps, double offset, bool rounds, const Array& y) {
   const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0, sizes[] = {rows, columns};
   const int64_t last = -1;
   const Type type = type_of(x);
@@ -57,6 +57,9 @@ void rounded_norm(const Array& x, const Array& weight, double eps, const Array& 
   std::vector<float> wide(size_t(rows * columns)), factors(static_cast<size_t>(columns));
   convert(x.const_data_ptr(), type, wide.data(), Type::f32, rows * columns);
   convert(weight.const_data_ptr(), type, factors.data(), Type::f32, columns);
+  if (offset != 0) {
+    for (float& each : factors) each += float(offset);
+  }
   Tensor squares = empty(sizes, 2, aoti_torch_dtype_float32());
   auto* square = static_cast<float*>(squares.mutable_data_ptr());
   for (size_t i = 0; i < wide.size(); ++i) square[i] = wide[i] * wide[i];
@@ -66,7 +69,7 @@ void rounded_norm(const Array& x, const Array& weight, double eps, const Array& 
     const float scale = 1.0f / std::sqrt(mean + float(eps));
     for (int64_t c = 0; c < columns; ++c) wide[size_t(r * columns + c)] *= scale;
   }
-  if (type != Type::f32) {
+  if (rounds && type != Type::f32) {
     convert(wide.data(), Type::f32, y.mutable_data_ptr(), type, rows * columns);
     convert(y.const_data_ptr(), type, wide.data(), Type::f32, rows * columns);
   }
@@ -92,9 +95,9 @@ std::tuple<Tensor, Tensor> add_norm_op(Tensor x, Tensor residual, std::optional<
   return {sum, y};
 }
 
-Tensor rounded_norm_op(Tensor x, Tensor weight, double eps) {
+Tensor rounded_norm_op(Tensor x, Tensor weight, double eps, double offset, bool rounds) {
   Tensor y = empty_as(x);
-  rounded_norm(x, weight, eps, Array::written(y));
+  rounded_norm(x, weight, eps, offset, rounds, Array::written(y));
   return y;
 }
 
@@ -111,6 +114,6 @@ INFUSE_OPERATORS(CPU,
     {"norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor", TORCH_BOX(&norm_op)},
     {"add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> "
      "(Tensor, Tensor)", TORCH_BOX(&add_norm_op)},
-    {"rounded_norm(Tensor x, Tensor weight, float eps) -> Tensor", TORCH_BOX(&rounded_norm_op)})
+    {"rounded_norm(Tensor x, Tensor weight, float eps, float offset, bool rounds) -> Tensor", TORCH_BOX(&rounded_norm_op)})
 
 }  // namespace infuse

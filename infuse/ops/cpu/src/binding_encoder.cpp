@@ -105,6 +105,7 @@ struct EncoderMachine {
   template <class Part>
   T* apply(const Part&, const T*) const { return nullptr; }
   T* times(const T*, double) const { return nullptr; }
+  T* scaled(const T*, double, bool) const { return nullptr; }
 
   // A buffer that holds no value.
   T* fresh() const {

@@ -62,8 +62,8 @@ struct StepMachine {
   Maybe norm(const NormPart& part, const Maybe& of) const {
     if (part.kind == NormKind::factor) return times(of, first_of(*part.weight));
     Maybe made = array_as(*of);
-    if (part.kind == NormKind::rounded_rms) {
-      rounded_norm(*of, *part.weight, part.eps, *made);
+    if (part.kind == NormKind::rounded_rms || part.kind == NormKind::torch_rms) {
+      rounded_norm(*of, *part.weight, part.eps, part.offset, part.kind == NormKind::rounded_rms, *made);
     } else {
       infuse::norm(part.rule(), *of, *made);
     }
@@ -247,9 +247,13 @@ struct StepMachine {
     for (float& weight : routes.weights) weight *= float(a.scale);
     const Array made = array_as(*from);
     const int64_t each = int64_t(routes.index.size()) / tokens;
-    if (!sum_experts(a.experts, *from, tokens, each, routes.index.data(), routes.weights.data(), made, given.once)) {
+    const Array inner = a.latent_in ? array_rows(*from, a.latent_in->outputs) : *from;
+    if (a.latent_in) multiply(*a.latent_in, *from, inner, given.once);
+    const Array sum = a.latent_in ? array_as(inner) : made;
+    if (!sum_experts(a.experts, inner, tokens, each, routes.index.data(), routes.weights.data(), sum, given.once)) {
       return std::nullopt;
     }
+    if (a.latent_out) multiply(*a.latent_out, sum, made, given.once);
     if (!a.shared) return a.post ? norm(*a.post, made) : Maybe(made);
     const Maybe shared = this->apply(*a.shared, from);
     if (!shared) return std::nullopt;
@@ -295,6 +299,20 @@ struct StepMachine {
     const Array made = Array::written(*logits);
     multiply(part.product, *of, made, given.once);
     return made;
+  }
+  // x times or divided by a number, in its own memory, which for logits is the result's.
+  Maybe scaled(const Maybe& of, double scale, bool divides) const {
+    const float factor = float(scale);
+    if (divides) {
+      std::vector<float> wide(size_t(of->numel()));
+      widen(*of, wide.data());
+      for (float& each : wide) each /= factor;
+      kernels().router.convert(wide.data(), Type::f32, of->mutable_data_ptr(), type_of(*of), of->numel());
+      return of;
+    }
+    const void* from[] = {of->const_data_ptr()};
+    kernels().experts.weigh({from, &factor, 1, of->mutable_data_ptr(), type_of(*of)}, 0, of->numel());
+    return of;
   }
   // Norms are steps of their own.
   template <class Part>

@@ -14,13 +14,13 @@
 
 namespace infuse {
 
-// rounded: as in binding_ops.h; scale: x * weight; factor: x times the only number of the weight.
-enum class NormKind { rms, layer, rounded_rms, scale, factor };
+// rounded and torch: as in binding_ops.h; scale: x * weight; factor: x times the only number of the weight.
+enum class NormKind { rms, layer, rounded_rms, torch_rms, scale, factor };
 template <>
 struct Words<NormKind> {
   static constexpr std::pair<std::string_view, NormKind> all[] = {
       {"rms", NormKind::rms}, {"layer", NormKind::layer}, {"rounded_rms", NormKind::rounded_rms},
-      {"scale", NormKind::scale}, {"factor", NormKind::factor}};
+      {"torch_rms", NormKind::torch_rms}, {"scale", NormKind::scale}, {"factor", NormKind::factor}};
 };
 struct NormPart {
   static constexpr std::string_view kKind = "norm";
@@ -144,7 +144,8 @@ struct MoePart {
   std::optional<MlpPart> shared;
   Maybe shared_gate;
   std::optional<NormPart> norm, post;  // of the input, which the router sees without it; of the result
-  INFUSE_FIELDS(router, averages, scale, experts, shared, shared_gate, norm, post)
+  std::optional<LinearPart> latent_in, latent_out;  // before and after the experts, which are narrower
+  INFUSE_FIELDS(router, averages, scale, experts, shared, shared_gate, norm, post, latent_in, latent_out)
 };
 // projection(act(gate(x)) * the call's value).
 struct LayerInputPart {
@@ -189,7 +190,8 @@ bool sum_experts(const ExpertsPart& experts, const Array& x, int64_t tokens, int
 
 // The steps of architectures/program.py that C++ can run, and those around a decoder's blocks. A branch is the result
 // of attention, of an MLP or of a mixture: the part's kind says which.
-enum class Does { norm, norm_stream, norm_branch, branch, add, add_norm, add_norm_stream, embed, head };
+// scale and divide change x, what a table or a head has made, by a number, in place.
+enum class Does { norm, norm_stream, norm_branch, branch, add, add_norm, add_norm_stream, embed, head, scale, divide };
 template <>
 struct Words<Does> {
   static constexpr std::pair<std::string_view, Does> all[] = {
@@ -202,12 +204,14 @@ struct Words<Does> {
       {"add_norm", Does::add_norm},
       {"add_norm_stream", Does::add_norm_stream},
       {"embed", Does::embed},
-      {"head", Does::head}};
+      {"head", Does::head},
+      {"scale", Does::scale},
+      {"divide", Does::divide}};
 };
 struct Step {
   static constexpr std::string_view kKind = "step";
   Does does;
-  double scale;  // of the branch that is added
+  double scale;  // of the branch that is added, or of x
   std::variant<std::monostate, NormPart, AttentionPart, ShortConvPart, LinearAttentionPart, MlpPart, MoePart,
                LayerInputPart, TablePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
@@ -228,7 +232,9 @@ struct Program {
   INFUSE_FIELDS(machine, whole, steps)
 
   const TablePart* table() const { return std::get_if<TablePart>(&steps.front().part); }
-  bool has_head() const { return steps.back().does == Does::head; }
+  bool has_head() const {
+    return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return step.does == Does::head; });
+  }
 };
 
 // The values that a program works on: their type, and columns.
@@ -336,7 +342,10 @@ inline bool takes(const MoePart& moe, ScalarType type, int64_t columns) {
   const bool gated = !gate || (gate->scalar_type() == type && gate->dim() == 2 && gate->size(0) == 1 &&
                                gate->size(1) == columns && gate->is_contiguous());
   const bool normed = (!moe.norm || takes(*moe.norm, type, columns)) && (!moe.post || takes(*moe.post, type, columns));
-  return gated && normed && takes(moe.router, type, columns) && takes(moe.experts, type, columns);
+  const int64_t width = moe.latent_in ? moe.latent_in->outputs : columns;
+  const bool narrowed = !moe.latent_in || (takes(*moe.latent_in, type, columns, width) &&
+                                           takes(*moe.latent_out, type, width, columns));
+  return gated && normed && narrowed && takes(moe.router, type, columns) && takes(moe.experts, type, width);
 }
 
 inline bool takes(const LayerInputPart& part, ScalarType type, int64_t columns) {
@@ -380,6 +389,11 @@ bool run(const Program& program, M& m) {
       } else {
         m.x = m.y = std::move(made);
       }
+      continue;
+    }
+    if (step.does == Does::scale || step.does == Does::divide) {
+      m.x = m.y = m.scaled(m.x, step.scale, step.does == Does::divide);
+      if (!m.x) return false;
       continue;
     }
     if (step.does != Does::norm_branch) m.y = m.x;  // the old y is no longer needed

@@ -18,9 +18,9 @@ struct NormRule {
 };
 void norm(const NormRule& rule, const Array& x, const Array& y);
 void add_norm(const NormRule& rule, const Array& x, const Array& residual, const Array& sum, const Array& y);
-// RMSNorm as transformers writes it: x / rms(x) is rounded before it is multiplied with the weight. To the same bits,
-// since PyTorch sums the squares. x and weight of one type, contiguous.
-void rounded_norm(const Array& x, const Array& weight, double eps, const Array& y);
+// RMSNorm as transformers writes it, to the same bits, since PyTorch sums the squares: x / rms(x) is multiplied with
+// weight + offset; if it `rounds`, it is rounded before. x and weight of one type, contiguous.
+void rounded_norm(const Array& x, const Array& weight, double eps, double offset, bool rounds, const Array& y);
 
 // binding_recurrence.cpp: the whole of each, on the threads that are there; `rows` of x.
 void convolve(const ConvArgs& a);
