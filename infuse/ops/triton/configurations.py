@@ -53,6 +53,11 @@ def rotary_heads(width: int) -> int:
     return max(1024 // power_above(width), 1)
 
 
+def norm_rows_at_once(width: int) -> int:
+    """Short rows that one program normalises: 1024 values or one row."""
+    return max(1024 // power_above(width), 1)
+
+
 def splits_for(programs: int, steps: int, most: int = 16) -> int:
     """Programs per output, so that each multiprocessor has at least one program and each program at least two steps."""
     wanted = -(-MULTIPROCESSORS // max(programs, 1))
@@ -134,3 +139,25 @@ def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: b
     splits = 1 << max(wanted, 1).bit_length() - 1
     warps = 8 if tile == 64 and (row_bytes > 256 or masked) else 4
     return AttentionTiles(tile, step, warps, splits, 2 if row_bytes > 256 else 3)
+
+
+CONV_TOKENS, CONV_CHANNELS = 32, 64  # of a program at most: 16 values for each of its 128 threads
+SCANNED_VALUES = 32  # of the state, in the registers of each thread
+FEW_SCANNED = 8  # tokens for which reading and writing the state takes longer than computing with it
+LARGEST_STATE_WIDTH = 1024  # of keys
+
+
+@dataclass(frozen=True)
+class ScanTiles:
+    """One launch of linear attention: a program has `columns` columns of a head's state."""
+
+    columns: int
+    warps: int
+
+
+def scan_tiles(width: int, columns: int, tokens: int) -> ScanTiles:
+    """Few tokens: wide rows of the state for the memory. More: one warp, which needs no barrier to sum over keys."""
+    padded = power_above(width)
+    warps = 4 if tokens <= FEW_SCANNED else max(padded * 4 // (32 * SCANNED_VALUES), 1)
+    wide = min(max(32 * warps * SCANNED_VALUES // padded, 4), power_above(columns))
+    return ScanTiles(wide, max(min(warps, padded * wide // 32), 1))

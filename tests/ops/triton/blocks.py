@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, Lfm2Config, Lfm2ForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 import infuse
 import tests.ops.triton.quick_interpreter  # noqa: F401
@@ -22,7 +24,7 @@ from infuse.layers.block import Block
 from infuse.ops import Choice, Op, registered
 from infuse.ops.triton import linear, quantized_linear
 from infuse.ops.triton.configurations import Tiles
-from tests.models.families import BY_NAME
+from tests.models.families import BY_NAME, GQA, Family
 from tests.support.tolerance import assert_near
 
 BESIDE = (
@@ -182,6 +184,34 @@ def test_a_module_of_another_class_takes_part_as_it_is(calls: Counter) -> None:
         assert_near(given.of_ours(), before, torch.float32, part)
         assert calls["linear"] == (4 if part == "norm2" else 3)
         holder._modules[part] = own
+
+
+FULL = "full_attention"  # transformers' caches ask a layer with keys for their length
+RECURRENT = {
+    "causal_conv": Family(
+        "lfm2", Lfm2Config, Lfm2ForCausalLM, values=dict(GQA, num_hidden_layers=2, layer_types=["conv", FULL])
+    ),
+    "linear_attention": Family(
+        "qwen3_5", Qwen3_5TextConfig, Qwen3_5ForCausalLM,
+        values=dict(
+            GQA, num_hidden_layers=2, layer_types=["linear_attention", FULL], linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_prompt_and_steps_on_states(name: str, calls: Counter) -> None:
+    """The states go from the kernels of a prompt to those of steps."""
+    family = RECURRENT[name]
+    engine = infuse.init_inference(family.make(), dtype=torch.float32, verify="off")
+    ids, settings = torch.randint(3, 90, (2, 11)), dict(max_new_tokens=3, do_sample=False)
+    calls.clear()
+    found = engine.module.generate(ids, **settings)
+    assert calls[name] == calls["causal_conv"] == 3
+    assert torch.equal(found, family.make().generate(ids, **settings))
+    assert_near(engine.module(ids).logits, family.make()(ids).logits, torch.float32, name)
 
 
 @pytest.mark.parametrize(("name", "format"), [("mistral", None), ("llama", "int8:16")])

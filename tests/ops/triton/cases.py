@@ -83,6 +83,7 @@ def compare(name: str, args: tuple, dtype: torch.dtype, what: str) -> None:
     if cut_off and {"rms", "layer", "residual"} & set(what.split()):
         cut_off = given[0].numel() > ops.FEW_ROWS * given[0].shape[-1]
     cut_off |= name == "quantized_experts"  # one product after the other
+    cut_off |= name == "causal_conv" and dtype is torch.bfloat16  # up to three times, one after the other
     times = 2 if cut_off and DEVICE.type == "cpu" else 1
     # The kernels of products compute in float32: the reference rounds in between.
     exact = in_float32(given, dtype) if name in PRODUCTS else given
@@ -222,6 +223,73 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
     ):
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
+
+
+# ---- recurrent mixers ----
+
+
+def recurrence(dtype: torch.dtype, tokens: int, *, by_channel: bool = False) -> tuple[Tensor, ...]:
+    """q, k, v as slices of one row, decay and beta: 2 rows, 4 heads in 2 groups, 40 x 24."""
+    rows = torch.randn(2, tokens, 3 + 2 * 2 * 40 + 4 * 24, dtype=dtype, device=DEVICE)[..., 3:]
+    q, k, v = (
+        rows[..., at : at + size].unflatten(-1, (-1, each))
+        for at, size, each in ((0, 80, 40), (80, 80, 40), (160, 96, 24))
+    )
+    decay = -torch.rand((2, tokens, 4, 40) if by_channel else (2, tokens, 4), device=DEVICE) * 2
+    return q, k, v, decay, torch.rand(2, tokens, 4, device=DEVICE)
+
+
+@by_dtype
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+def test_linear_attention_in_parts_is_the_whole(delta: bool, by_channel: bool, dtype: torch.dtype) -> None:
+    """Steps, few tokens and prompts, which have other launches, over slices; the parts' decay is strided, too."""
+    args, fixed = recurrence(dtype, 23, by_channel=by_channel), (40**-0.5, delta, delta)
+    skip = None if delta else torch.randn(4, device=DEVICE)
+    whole, state = ops.linear_attention.reference(*args, skip, None, *fixed)
+    outs, now = [], None
+    for first, last in ((0, 1), (1, 6), (6, 8), (8, 23)):
+        out, now = ops.linear_attention.body("triton")(*(x[:, first:last] for x in args), skip, now, *fixed)
+        outs.append(out)
+    assert_near(torch.cat(outs, dim=1).cpu(), whole.cpu(), dtype, "outputs")
+    assert_near(now.cpu(), state.cpu(), dtype, "states")
+
+
+def test_damage_stays_in_later_tokens_of_its_row_and_group() -> None:
+    args = recurrence(torch.float32, 9)
+    wanted, _ = ops.linear_attention.body("triton")(*args, None, None, 0.2, True, True)
+    args[1][1, 5, 1, 3] = float("nan")  # the key of heads 2 and 3, in row 1
+    found, state = ops.linear_attention.body("triton")(*args, None, None, 0.2, True, True)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1, :5], wanted[1, :5])
+    assert torch.equal(found[1, :, :2], wanted[1, :, :2])
+    assert found[1, 5:, 2:].isnan().all() and state[1, 2:].isnan().all() and not state[1, :2].isnan().any()
+
+
+@by_dtype
+@pytest.mark.parametrize("taps", [3, 7])
+def test_convolution_in_parts_is_the_whole(taps: int, dtype: torch.dtype) -> None:
+    """Parts shorter than the state and longer than a tile, of slices; the interpreter cuts off three times."""
+    rows = torch.randn(2, 60, 3 * 37 + 2, dtype=dtype, device=DEVICE)
+    given = [rows[..., i * 37 : (i + 1) * 37] for i in range(3)]
+    weight, bias = (torch.randn(*shape, dtype=dtype, device=DEVICE) for shape in ((37, taps), (37,)))
+    whole, state = ops.causal_conv.reference(given[0], weight, bias, None, *given[1:], True)
+    outs, now = [], None
+    for first, last in ((0, 1), (1, 3), (3, 11), (11, 12), (12, 60)):
+        x, gate, out_gate = (each[:, first:last] for each in given)
+        out, now = ops.causal_conv.body("triton")(x, weight, bias, now, gate, out_gate, True)
+        outs.append(out)
+    assert_near(torch.cat(outs, dim=1).cpu(), whole.cpu(), dtype, "outputs", 2 if DEVICE.type == "cpu" else 1)
+    assert_near(now.cpu(), state.cpu(), dtype, "states")
+
+
+def test_gated_norms_of_short_and_long_rows() -> None:
+    """Several rows for a program, with an end; one long row; gates at another distance between rows of the batch."""
+    for parts, width in ((7, 24), (1, 1500)):
+        x, wide = torch.randn(3, 5, parts * width, device=DEVICE), torch.randn(3, 9, parts * width + 4, device=DEVICE)
+        for weight in (torch.randn(width, device=DEVICE), torch.randn(parts * width, device=DEVICE)):
+            args = x, wide[:, 2:7, 4:], weight, width, 1e-6, True, False
+            wanted = ops.gated_norm.reference(*args)
+            assert_near(ops.gated_norm.body("triton")(*args).cpu(), wanted.cpu(), torch.float32, f"{parts}x{width}")
 
 
 # ---- matrix products ----

@@ -69,6 +69,7 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
         q = empty(1, 64, tokens, 64, dtype=dtype)
         yield "attention", (q, keys, keys, None, None, 0.1, True, 128, 0.0, sinks), {}
     yield from of_diffusion(dtype)
+    yield from of_recurrence(dtype)
     weight, bias = empty(6144, 4096, dtype=dtype), empty(6144, dtype=dtype)
     for rows in (1, 5):
         yield "linear", (empty(rows, 4096, dtype=dtype), weight, bias), {}
@@ -118,6 +119,28 @@ def of_diffusion(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
     cos_sin = torch.empty(177, 128)
     yield "joined_heads", (first, second, norm, norm, norm, norm, cos_sin, cos_sin, 1e-6), {}
     yield "joined_heads", (first, None, None, None, None, None, None, None, 1e-6), {}
+
+
+def of_recurrence(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
+    """Of Qwen3-Next, Kimi Linear (a decay for each channel), Mamba-2 and LFM2: steps and prompts; one of odd sizes."""
+    for tokens in (1, 300):
+        rows = empty(1, tokens, 12352, dtype=dtype)
+        yield "causal_conv", (rows[..., :8192], empty(8192, 4, dtype=dtype), None, None, None, None, True), {}
+        gate, out_gate, x = rows[..., :6144].chunk(3, dim=-1)
+        taps, state = empty(2048, 3, dtype=dtype), empty(1, 3, 2048, dtype=dtype)
+        yield "causal_conv", (x, taps, None, state, gate, out_gate, False), {}
+        q, k, v, z = (part.unflatten(-1, (-1, 128)) for part in rows[..., :12288].split((2048, 2048, 4096, 4096), -1))
+        of_head, of_channel = torch.empty(1, tokens, 32), torch.empty(1, tokens, 32, 128)
+        state = torch.empty(1, 32, 128, 128)
+        yield "linear_attention", (q, k, v, of_head, of_head, None, state, 0.1, True, True), {}
+        yield "linear_attention", (q, k, v, of_channel, of_head, None, state, 0.1, True, True), {}
+        y, norm = empty(1, tokens, 4096, dtype=dtype), empty(128, dtype=dtype)
+        yield "gated_norm", (y, z.flatten(2), norm, 128, 1e-6, False, False), {}
+        yield "gated_norm", (y, z.flatten(2), empty(4096, dtype=dtype), 4096, 1e-6, True, True), {}
+        v, of_head, skip = rows[..., :5120].unflatten(-1, (80, 64)), torch.empty(1, tokens, 80), torch.empty(80)
+        yield "linear_attention", (q[:, :, :1], k[:, :, :1], v, of_head, of_head, skip, None, 1.0, False, False), {}
+        odd, of_head = empty(1, tokens, 4, 100, dtype=dtype), torch.empty(1, tokens, 4)
+        yield "linear_attention", (odd, odd, odd[..., :72], of_head, of_head, None, None, 0.1, True, True), {}
 
 
 def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
@@ -177,4 +200,7 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int, which: int, 
         "sum_routes",
         "join_heads",
         "modulated_rows",
+        "convolve",
+        "scan_tokens",
+        "gated_norm_rows",
     }
