@@ -14,7 +14,6 @@ from torch import nn
 from infuse.activations import Act
 from infuse.architectures.attention import GatedSeparate, OutputGate, Rotary
 from infuse.architectures.layer import TUPLE, Mixer
-from infuse.architectures.linear_attention import BETA, GATE, STEP, GatedDelta, K, Q, StateSpace, V
 from infuse.architectures.llama import LLAMA, WINDOW
 from infuse.architectures.mixtures import GRANITE_MOE_SHARED, QWEN_ROUTER
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
@@ -23,6 +22,7 @@ from infuse.architectures.norm import RMS, Norm
 from infuse.architectures.program import SANDWICH
 from infuse.architectures.router import Router
 from infuse.architectures.short_conv import ShortConv
+from infuse.architectures.state_attention import BETA, GATE, STEP, GatedDelta, K, Q, StateSpace, V
 from infuse.routing import SIGMOID
 
 _M = "transformers.models."
@@ -58,12 +58,13 @@ def _qk_norm(q: str = "q_norm", k: str = "k_norm", offset: float = 0.0) -> dict[
 
 # ---- short convolutions
 
+_LFM2_MLP = GatedMLP("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", Act("silu"))
 LFM2 = LLAMA.but(
     layer=_M + "lfm2.modeling_lfm2.Lfm2DecoderLayer",
     norm1=Norm("operator_norm", RMS),
     attn=Either((ShortConv("conv"), _attention(out="self_attn.out_proj", **_qk_norm("q_layernorm", "k_layernorm")))),
     norm2=Norm("ffn_norm", RMS),
-    mlp=GatedMLP("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", Act("silu")),
+    mlp=_LFM2_MLP,
 )
 LFM2_ROUTER = Router(
     "feed_forward.gate", score=SIGMOID, rounded_score=True, correction="feed_forward.expert_bias",
@@ -71,7 +72,7 @@ LFM2_ROUTER = Router(
 )  # fmt: skip
 LFM2_MOE = LFM2.but(
     layer=_M + "lfm2_moe.modeling_lfm2_moe.Lfm2MoeDecoderLayer",
-    mlp=MoE(LFM2_ROUTER, experts="feed_forward.experts", dense=LFM2.mlp),
+    mlp=MoE(LFM2_ROUTER, experts="feed_forward.experts", dense=_LFM2_MLP),
 )
 LFM3 = LFM2.but(
     layer=_M + "lfm3.modeling_lfm3.Lfm3DecoderLayer",

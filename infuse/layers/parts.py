@@ -18,13 +18,13 @@ from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.architectures.image_transformer import ImageTransformerShape
 from infuse.architectures.latent_attention import LatentAttentionShape
-from infuse.architectures.linear_attention import LinearAttentionShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.norm import NormShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
 from infuse.architectures.short_conv import ShortConvShape
+from infuse.architectures.state_attention import LinearAttentionShape
 from infuse.architectures.streams import (
     EmbeddingNormShape,
     ModulatedNormShape,
@@ -46,11 +46,11 @@ from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.gemma4 import LayerScalar, PerLayerInput
 from infuse.layers.latent_attention import LatentAttention
-from infuse.layers.linear_attention import LinearAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
 from infuse.layers.recurrent import ShortConv
+from infuse.layers.state_attention import LinearAttention
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {

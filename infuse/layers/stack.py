@@ -226,7 +226,9 @@ def _write_norm(to: PartWriter, norm: Any) -> None:
     if isinstance(norm, Norm):
         norm.native(to)
     else:  # transformers' RMSNorm
-        eps, offset, rounds = _torch_norm(norm)
+        found = _torch_norm(norm)
+        assert found is not None  # else `_normalises` says no
+        eps, offset, rounds = found
         to.put(kind="rounded_rms" if rounds else "torch_rms", bias=NONE)
         to.put_reals(eps=eps, offset=offset)
         to.tensor("weight")
@@ -259,7 +261,7 @@ def _eps_of(norm: nn.Module) -> float | None:
 
 def _torch_norm(norm: Any) -> tuple[float, float, bool] | None:
     """eps, what is added to the weight, and whether x / rms is rounded before; None for another function."""
-    eps, weight = _eps_of(norm), norm.weight
+    eps, weight = _eps_of(norm) or 0.0, norm.weight
     generator = torch.Generator().manual_seed(0)
     rows = [
         (torch.randn(count, 1, len(weight), generator=generator) * scale).to(weight.dtype)

@@ -686,7 +686,9 @@ HYBRIDS = [
     ),
 ]  # fmt: skip
 
-FAMILIES = [*LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE]
+FAMILIES = [
+    *LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE
+]  # fmt: skip
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -2,7 +2,7 @@
 
     projected = in(x): queries, keys, values, a gate, and for each head what makes the decay (and beta)
     q, k, v   = silu(causal convolution)
-    y         = a recurrence over a state for each head (ops/linear_attention.py), plus a multiple of v
+    y         = a recurrence over a state for each head (ops/recurrence.py), plus a multiple of v
     result    = out(norm of y with the gate)
 
 A state space has B for keys, C for queries, x for values, and the time step dt in place of beta.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from infuse import ops
-from infuse.architectures.linear_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
+from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
@@ -52,14 +52,11 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         convolved, conv = self.convolved(seen, before.get(CONV))
         if not shape.delta:
             convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
-        widths = [rows for section, rows in shape.rows.items() if section in (Q, K, V)]
-        order = [section for section in shape.sections if section in (Q, K, V)]
-        qkv = dict(zip(order, convolved.split(widths, dim=-1), strict=True))
-        heads = {Q: shape.key_heads, K: shape.key_heads, V: shape.heads}
-        q, k, v = (qkv[section].unflatten(-1, (heads[section], -1)) for section in (Q, K, V))
+        q, k, v = self._heads(convolved)
         decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
-        skip = self.D.float() if shape.skip else None
-        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), shape.scale, shape.delta, shape.delta)
+        skip, scale, delta = self._parameters["D"], shape.scale, shape.delta
+        skip = None if skip is None else skip.float()
+        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
         self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
         norm = shape.norm
         y = self._norm(
@@ -71,22 +68,29 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def _sections(self, projected: Tensor) -> dict[str, Tensor]:
         """The sections of the first product; those that are convolved together, as one."""
         of = dict(zip(self.shape.rows, projected.split([*self.shape.rows.values()], dim=-1), strict=True))
-        order = [section for section in self.shape.sections if section in (Q, K, V)]
-        start = 0
-        for section, rows in self.shape.rows.items():
-            if section == order[0]:
-                break
-            start += rows
+        sections = [*self.shape.rows]
+        first = min(map(sections.index, (Q, K, V)))
+        start = sum(self.shape.rows[section] for section in sections[:first])
         of["convolved"] = projected.narrow(-1, start, self.shape.channels)
         return of
+
+    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, T, G, D], and values [B, T, H, V]."""
+        shape = self.shape
+        rows = {section: rows for section, rows in shape.rows.items() if section in (Q, K, V)}
+        of = dict(zip(rows, convolved.split([*rows.values()], dim=-1), strict=True))
+        heads = {Q: shape.key_heads, K: shape.key_heads, V: shape.heads}
+        q, k, v = (of[section].unflatten(-1, (heads[section], -1)) for section in (Q, K, V))
+        return q, k, v
 
     def _decay(self, of: dict[str, Tensor], *, in_steps: bool) -> tuple[Tensor, Tensor]:
         """The logarithm of each head's decay, and beta, [B, T, H] in float32."""
         shape = self.shape
-        step = softplus(of[STEP].float() + self.dt_bias.float())
+        parameters: Any = self._parameters
+        step = softplus(of[STEP].float() + parameters["dt_bias"].float())
         if not shape.delta and not in_steps and shape.limits != (0.0, math.inf):
             step = step.clamp(*shape.limits)  # originals clamp it in prompts alone
-        decay = -self.A_log.float().exp() * step
+        decay = -parameters["A_log"].float().exp() * step
         beta = of[BETA].float().sigmoid() * shape.beta_factor if shape.delta else step
         return decay.contiguous(), beta.contiguous()
 
