@@ -54,8 +54,8 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
             convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
         q, k, v = self._heads(convolved)
         decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
-        skip, scale, delta = self._parameters["D"], shape.scale, shape.delta
-        skip = None if skip is None else skip.float()
+        factor, scale, delta = self._parameters["D"], shape.scale, shape.delta
+        skip = None if factor is None else factor.float()
         out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
         self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
         norm = shape.norm
