@@ -72,7 +72,13 @@ IN_PARTS = (
 MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe", "llama4-plain", "llama4-even")
 # Frequencies that are read at each step; positions that the host looks at on CPUs; beams over a cache of another kind;
 # experts without Triton's bodies, whose tokens the host finds (with them: ops/triton/steps.py).
-NOT_CAPTURED = ("llama-dynamic", "ministral3", "ministral3-far", "mpt", *(family.name for family in (*MIXTURES, *CHANNEL_DELTA)))
+NOT_CAPTURED = (
+    "llama-dynamic",
+    "ministral3",
+    "ministral3-far",
+    "mpt",
+    *(family.name for family in (*MIXTURES, *CHANNEL_DELTA)),
+)
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)
 
