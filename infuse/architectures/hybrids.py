@@ -30,22 +30,33 @@ _M = "transformers.models."
 
 @dataclass(frozen=True)
 class Either:
-    """The mixer of each layer: the first one whose module the layer has, which is not None."""
+    """The mixer of each layer: the first one whose module the layer has, which is not None.
+
+    `known_by`: for mixers of one path, the paths of the modules that tell them apart.
+    """
 
     mixers: tuple[Mixer, ...]
+    known_by: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         return self.mixers[0].module
 
     def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
-        def is_there(mixer: Mixer) -> bool:
-            return layer._modules.get(mixer.module) is not None
-
-        return next(filter(is_there, self.mixers), self.mixers[-1]).of_layer(layer, config)
+        paths = self.known_by or tuple(mixer.module for mixer in self.mixers)
+        there = (mixer for mixer, path in zip(self.mixers, paths, strict=True) if _has(layer, path))
+        return next(there, self.mixers[-1]).of_layer(layer, config)
 
     def bind(self, binder: Any, name: str) -> Any:
         raise AssertionError("the mixer of a layer is bound")
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    try:
+        layer.get_submodule(path)  # which raises for None, too
+    except AttributeError:
+        return False
+    return True
 
 
 def _attention(**changes: Any) -> Mixer:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.attention import AttentionShape
+from infuse.architectures.channel_delta import ChannelDeltaShape
 from infuse.architectures.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.dit import HeadsShape
 from infuse.architectures.feed_forward import FeedForwardShape
@@ -36,6 +37,7 @@ from infuse.architectures.streams import (
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
+from infuse.layers.channel_delta import ChannelDelta
 from infuse.layers.conformer import Convolution, Factor, RelativeAttention
 from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
 from infuse.layers.diffusion.convolution import Resnet, Upsample
@@ -57,6 +59,7 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = Map
         AttentionShape: Attention,
         LatentAttentionShape: LatentAttention,
         LinearAttentionShape: LinearAttention,
+        ChannelDeltaShape: ChannelDelta,
         ShortConvShape: ShortConv,
         MLPShape: MLP,
         MoEShape: MoE,

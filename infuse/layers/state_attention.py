@@ -9,8 +9,7 @@ import math
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from infuse import ops
@@ -19,7 +18,7 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.native_part import PartWriter, decline_if
-from infuse.layers.recurrent import Recurrent
+from infuse.layers.recurrent import Recurrent, empty
 from infuse.layers.slot import CONV, STATE
 
 _STATE_SPACE_TURNED = MappingProxyType({CONV: (1, 2), STATE: (2, 3)})
@@ -38,8 +37,8 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
             self.add_module(matrix.target, context.linear(matrix))
         self.hold_conv(shape.conv, shape.channels, context.bodies)
         for leaf, there in (("A_log", True), ("dt_bias", True), ("D", shape.skip)):
-            self.register_parameter(leaf, _empty(shape.heads) if there else None)
-        self.register_parameter("norm", _empty(shape.norm.columns) if shape.norm.there else None)
+            self.register_parameter(leaf, empty(shape.heads) if there else None)
+        self.register_parameter("norm", empty(shape.norm.columns) if shape.norm.there else None)
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
 
@@ -114,7 +113,3 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         to.part("in", as_field="into")
         to.part("out")
         to.storage("convolved", "state")
-
-
-def _empty(size: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size), requires_grad=False)

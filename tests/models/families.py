@@ -686,9 +686,45 @@ HYBRIDS = [
     ),
 ]  # fmt: skip
 
-FAMILIES = [
-    *LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE
+_KIMI = dict(
+    {name: value for name, value in _LATENT_MOE.items() if name not in ("q_lora_rank", "n_routed_experts")},
+    layer_types=_SPACE_LAYERS,
+)  # fmt: skip
+# Beside layers of latent attention; decays with and without a bound.
+CHANNEL_DELTA = [
+    Family(
+        "kimi_linear", t.KimiLinearConfig, t.KimiLinearForCausalLM,
+        values=dict(_KIMI, linear_head_dim=12, linear_num_heads=5, linear_conv_kernel_dim=3),
+    ),
+    Family(
+        "kimi_linear-low-rank", t.KimiLinearConfig, t.KimiLinearForCausalLM,
+        values=dict(
+            _KIMI, linear_head_dim=8, linear_num_heads=4, q_lora_rank=16, attention_bias=True, moe_renormalize=False,
+            mlp_layer_types=["sparse"] * 3,
+        ),
+    ),
+    Family(
+        "bailing_hybrid", t.BailingHybridConfig, t.BailingHybridForCausalLM, values=dict(_KIMI, head_dim=12)
+    ),
+    Family(
+        "bailing_hybrid-unbounded", t.BailingHybridConfig, t.BailingHybridForCausalLM,
+        values=dict(_KIMI, head_dim=16, q_lora_rank=16, kda_safe_gate=False, rope_parameters=dict(_YARN)),
+    ),
 ]  # fmt: skip
+
+FAMILIES = [
+    *LLAMA,
+    *MIXTURES,
+    *LATENT,
+    *HYBRIDS,
+    *CHANNEL_DELTA,
+    *GPT_LINEAGE,
+    *BERT_LINEAGE,
+    *GEMMA4,
+    *T5_LINEAGE,
+    *RELATIVE,
+    *READ_ALONE,
+]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

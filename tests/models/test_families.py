@@ -28,7 +28,7 @@ from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from infuse.plan.step import Step
 from infuse.proof.routes import Route, fed, recorded
-from tests.models.families import BY_NAME, DECODERS, FAMILIES, LATENT, LATENT_MIXTURES, MIXTURES, inputs
+from tests.models.families import BY_NAME, CHANNEL_DELTA, DECODERS, FAMILIES, LATENT, LATENT_MIXTURES, MIXTURES, inputs
 from tests.support.graphed import graphed
 from tests.support.one_calls import calls_noted, part_by_part
 from tests.support.side_by_side import injected, original, pair
@@ -60,19 +60,25 @@ GENERATED = [
     for turn, way in enumerate(("one call", "block by block", "graphs"))
 ]
 # Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
-# clipped ones, gates of attention's heads, queries that grow with positions; and latent attention, which is no step of
-# programs in C++.
+# clipped ones, gates of attention's heads, queries that grow with positions; and latent attention and decays for each
+# channel, which are no steps of programs in C++.
 IN_PARTS = (
     "stablelm-parallel", "cohere-qk", "olmoe-clip", "afmoe", "laguna", "laguna-channels", "ministral3", "llama4",
     "llama4-experts",
-    *(family.name for family in (*LATENT_MIXTURES, *LATENT)),
+    *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA)),
 )  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation, experts whose
 # inputs are weighed.
 MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe", "llama4-plain", "llama4-even")
 # Frequencies that are read at each step; positions that the host looks at on CPUs; beams over a cache of another kind;
 # experts without Triton's bodies, whose tokens the host finds (with them: ops/triton/steps.py).
-NOT_CAPTURED = ("llama-dynamic", "ministral3", "ministral3-far", "mpt", *(family.name for family in MIXTURES))
+NOT_CAPTURED = (
+    "llama-dynamic",
+    "ministral3",
+    "ministral3-far",
+    "mpt",
+    *(family.name for family in (*MIXTURES, *CHANNEL_DELTA)),
+)
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)
 
