@@ -17,6 +17,7 @@ from infuse.architectures import (
     hybrids,
     llama,
     llama4,
+    mamba,
     mixtures,
     relative,
     t5,
@@ -25,7 +26,7 @@ from infuse.architectures import (
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
-_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, hybrids, gpt, t5, relative, conformer, towers)
+_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, hybrids, mamba, gpt, t5, relative, conformer, towers)
 SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 
 

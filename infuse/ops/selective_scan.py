@@ -23,7 +23,7 @@ def selective_scan(
     x_BTC: Tensor, dt_BTC: Tensor, keys_BTN: Tensor, queries_BTN: Tensor, gate_BTC: Tensor | None, a_log_CN: Tensor,
     dt_bias_C: Tensor, skip_C: Tensor, state_BCN: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S = exp(-exp(a_log) step) S + step x keys; y = (S queries + skip x) silu(gate); and the states S after all tokens.
+    """S = exp(-exp(a_log) step) S + step x keys; y = (S queries + skip x) silu(gate); and the states after all tokens.
 
     step = softplus(dt + dt_bias). Mamba calls keys B, queries C, skip D and the gate z. Computed in float32, y is in
     x.dtype. States are float32; no `state`: zeros. x, dt, keys, queries and gate may be slices of wider rows.
@@ -63,7 +63,7 @@ def _in_place(
 
 @selective_scan.fake
 def _fake(x: Tensor, dt: Tensor, keys: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, _, channels = x.shape
+    batch, channels = x.shape[0], x.shape[2]
     return x.new_empty(x.shape), x.new_empty(batch, channels, keys.shape[-1], dtype=torch.float32)
 
 
