@@ -18,6 +18,7 @@ from infuse.architectures import (
     kimi,
     llama,
     llama4,
+    mamba,
     mixtures,
     relative,
     t5,
@@ -26,7 +27,7 @@ from infuse.architectures import (
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
-_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, hybrids, kimi, gpt, t5, relative, conformer, towers)
+_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, hybrids, kimi, mamba, gpt, t5, relative, conformer, towers)
 SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 
 

@@ -54,13 +54,14 @@ class LayerSpec:
     config values that must hold. `norm1` and `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP.
     `residual_scale`: config key, and `residual_attribute`: the layer's attribute, of a factor of both branches.
     SANDWICH adds `post1` and `post2` on their outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`:
-    arguments that only repeat the mask. A layer of another shape names its further parts in `more` and its steps in
-    `program`; `values` are the arguments of its forward that these steps read. `ends`, `clamps`: as in CallSpec.
+    arguments that only repeat the mask. `mlp`: None for a layer of a mixer alone. A layer of another shape names its
+    further parts in `more` and its steps in `program`; `values` are the arguments of its forward that these steps read.
+    `ends`, `clamps`: as in CallSpec.
     """
 
     layer: str
     attn: Mixer
-    mlp: Part
+    mlp: Part | None
     norm1: Norm | None = None
     norm2: Norm | None = None
     post1: Norm | None = None

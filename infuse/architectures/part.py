@@ -191,13 +191,14 @@ class MixerShape(PartShape):
     It takes over the settings of the modules at the paths `replaces` in the layer; transformers records the last of
     them by its class. `causal`: no token sees a later one, so earlier tokens can be cached. `inverted_mask`: True in a
     mask means hidden. `takes_scores_mask`: masks are over scores, [B, H or 1, T or 1, L]; if False, they are over
-    tokens, and the mixer checks them itself.
+    tokens, and the mixer checks them itself. `continues`: a prompt in parts, over a cache, gives what it does as a whole.
     """
 
     replaces: tuple[str, ...]
     causal: bool
     inverted_mask: bool
     takes_scores_mask: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
 
     @property
     def mask_of_numbers(self) -> bool:

@@ -19,7 +19,7 @@ ops/cpu/src/binding_layer.h.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,6 +37,8 @@ ATTENTION, MLP = "attention", "mlp"  # branch += part(y)
 ADD = "add"  # x = y = x + scale * branch; start a new branch
 REDUCE = "reduce"  # branch = sum of all ranks' branches
 ADD_NORM, ADD_NORM_STREAM = "add_norm", "add_norm_stream"  # made by `merged`
+# y = norm(x) with x in the dtype of the norm's weight; x = y = x in float32 + branch: a stream wider than the parts.
+NORM_NARROWED, ADD_WIDE = "norm_narrowed", "add_wide"
 # Made by `folded`: branch = branch + part(norm(x)) (both FOLDED_ steps); branch = x; x = y = branch and a new branch.
 FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "carry", "take"
 
@@ -91,13 +93,24 @@ _PROGRAMS: Mapping[str, Program] = MappingProxyType({
 def program_of(residual: str, mixer: str, absent: Collection[str] = (), scale: float = 1.0) -> Program:
     """Return the steps of a layer with this residual shape. `mixer` is the name of its attention or recurrence.
 
-    `absent` are norms that it does not have; `scale` multiplies each branch.
+    `absent` are norms that it does not have, and perhaps its MLP; `scale` multiplies each branch.
     """
-    return tuple(
+    return _of_branches(
         step._replace(part=mixer if step.does == ATTENTION else step.part, scale=scale if step.does == ADD else 1.0)
         for step in _PROGRAMS[residual]
         if step.part not in absent
     )
+
+
+def _of_branches(steps: Iterable[Step]) -> Program:
+    """Without the ADDs of branches that no part has made."""
+    kept: list[Step] = []
+    made = False
+    for step in steps:
+        if step.does != ADD or made:
+            kept.append(step)
+            made = step.does != ADD and (made or step.does in (ATTENTION, MLP))
+    return tuple(kept)
 
 
 def on_ranks(program: Program, ranks: int) -> Program:

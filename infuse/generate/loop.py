@@ -28,6 +28,7 @@ from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument, cache_in
 from infuse.generate.choose import Processed, ends_of, likeliest
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
+from infuse.layers.mixer import Mixer
 from infuse.parallel.group import LOCAL, Group
 
 # A prompt of more than twice this many tokens, over all rows, runs in parts of this size. Activations then take the
@@ -271,6 +272,8 @@ class Steps:
             return False
         sizes = {"input_ids": 2, "attention_mask": 2, "position_ids": 2}
         tensors = {name: value.dim() for name, value in inputs.items() if isinstance(value, Tensor)}
+        if any(isinstance(part, Mixer) and not part.shape.continues for part in self.model.modules()):
+            return False
         return all(sizes.get(name) == dims for name, dims in tensors.items()) and not rotates_by_length(self.model)
 
     def advance(self, tokens_BT: Tensor, input_ids: Tensor) -> None:

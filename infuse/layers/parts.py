@@ -24,6 +24,7 @@ from infuse.architectures.moe import MoEShape
 from infuse.architectures.norm import NormShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
+from infuse.architectures.selective_scan import SelectiveScanShape
 from infuse.architectures.short_conv import ShortConvShape
 from infuse.architectures.state_attention import LinearAttentionShape
 from infuse.architectures.streams import (
@@ -52,6 +53,7 @@ from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
 from infuse.layers.recurrent import ShortConv
+from infuse.layers.selective_scan import SelectiveScan
 from infuse.layers.state_attention import LinearAttention
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
@@ -61,6 +63,7 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = Map
         LinearAttentionShape: LinearAttention,
         ChannelDeltaShape: ChannelDelta,
         ShortConvShape: ShortConv,
+        SelectiveScanShape: SelectiveScan,
         MLPShape: MLP,
         MoEShape: MoE,
         RelativeAttentionShape: RelativeAttention,

@@ -18,6 +18,7 @@ from infuse.architectures.program import (
     ADD,
     ADD_NORM,
     ADD_NORM_STREAM,
+    ADD_WIDE,
     ATTENTION,
     CARRY,
     CAT,
@@ -34,6 +35,7 @@ from infuse.architectures.program import (
     MODULATE,
     NORM,
     NORM_BRANCH,
+    NORM_NARROWED,
     NORM_STREAM,
     REDUCE,
     SKIP,
@@ -119,6 +121,11 @@ def _norm_branch(name: str, s: Stream, parts: Parts) -> None:
     s.branch = direct(parts[name], s.branch)
 
 
+def _norm_narrowed(name: str, s: Stream, parts: Parts) -> None:
+    norm = parts[name]
+    s.y = direct(norm, s.x.to(norm.weight.dtype))
+
+
 def _mix(name: str, s: Stream, parts: Parts) -> None:
     made, weights = parts[name](s.y, s.inputs)
     s.weights.append(weights)
@@ -163,6 +170,11 @@ def _add(scale: float, s: Stream, parts: Parts) -> None:
     s.branch = None
 
 
+def _add_wide(scale: float, s: Stream, parts: Parts) -> None:
+    s.x = s.y = s.x.float() + (s.branch if scale == 1.0 else s.branch * scale)
+    s.branch = None
+
+
 def _add_norm(name: str, scale: float, s: Stream, parts: Parts) -> None:
     s.x, s.y = _added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)
     s.branch = None
@@ -186,6 +198,8 @@ _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
         TAKE: lambda step, _: _take,
         REDUCE: lambda step, reduce: partial(_reduce, reduce),
         ADD: lambda step, _: partial(_add, step.scale),
+        NORM_NARROWED: lambda step, _: partial(_norm_narrowed, step.part),
+        ADD_WIDE: lambda step, _: partial(_add_wide, step.scale),
         ADD_NORM: lambda step, _: partial(_add_norm, step.part, step.scale),
         ADD_NORM_STREAM: lambda step, _: partial(_add_norm_stream, step.part, step.scale),
     }

@@ -14,6 +14,7 @@ import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.recurrence  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.router  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.selective_scan  # noqa: F401  (declares bodies)
 import infuse.ops.dequantized  # noqa: F401  (declares bodies)
 import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
 import infuse.ops.triton.attention  # noqa: F401  (declares bodies)
@@ -45,6 +46,7 @@ from infuse.ops.quantize import quantize
 from infuse.ops.recurrence import linear_attention
 from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.router import router
+from infuse.ops.selective_scan import selective_scan
 
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate", "Op",
@@ -52,4 +54,5 @@ __all__ = [
     "experts", "gated_activation", "gated_add", "gated_add_norm", "gated_norm", "group_norm", "joined_heads",
     "latent_attention", "layer_norm", "linear", "linear_attention", "modulated_norm", "quantize", "quantized_embedding",
     "quantized_experts", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
+    "selective_scan",
 ]  # fmt: skip

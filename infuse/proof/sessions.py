@@ -213,7 +213,21 @@ def session_inputs(
             told = _two_texts(mask, sample.dtype) if session.texts else mask
             arguments["attention_mask"] = told.to(sample.device)
             real = None if i else mask.bool()
+            if i and cache is not None and not _counts_tokens(cache):
+                del arguments["attention_mask"]
         yield arguments | more, real
+
+
+def _counts_tokens(cache: Cache) -> bool:
+    """Whether the cache knows how many tokens it has seen.
+
+    Without that, models (Mamba) take a mask of the new tokens alone, and `generate` passes none after the prompt.
+    """
+    try:
+        cache.get_seq_length()
+    except ValueError:  # it has no layer of keys and values
+        return False
+    return True
 
 
 def _packed(tokens: int, device: torch.device) -> dict[str, Any]:

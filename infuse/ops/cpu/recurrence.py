@@ -15,12 +15,12 @@ from infuse.ops.recurrence import linear_attention
 MOST_TAPS, MOST_KEY_WIDTH = 16, 256  # kMostTaps, kMostKeyWidth in src/recurrence_kernels.h
 
 
-def _sliced(*tensors: Tensor | None) -> bool:
+def is_sliced(*tensors: Tensor | None) -> bool:
     """Whether the axes after the tokens' are contiguous in tensors [B, T, ...]."""
     return all(each is None or each[0, 0].is_contiguous() for each in tensors)
 
 
-def _whole(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+def is_whole(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
     return all(each is None or (each.dtype is dtype and each.is_contiguous()) for each in tensors)
 
 
@@ -31,10 +31,10 @@ def _causal_conv(
 ) -> Any:  # fmt: skip
     given = (x, gate, out_gate)
     takes = x.dtype in DTYPES and x.numel() > 0 and weight.dtype in (x.dtype, torch.float32)
-    takes = takes and weight.shape[1] <= MOST_TAPS and _whole(x.dtype, state) and _whole(weight.dtype, weight, bias)
+    takes = takes and weight.shape[1] <= MOST_TAPS and is_whole(x.dtype, state) and is_whole(weight.dtype, weight, bias)
     takes = takes and weight.shape[0] == x.shape[2] and all(e is None or e.shape == x.shape for e in given)
     takes = takes and (state is None or state.shape == (x.shape[0], weight.shape[1], x.shape[2]))
-    if takes and all(each is None or each.dtype is x.dtype for each in given) and _sliced(*given):
+    if takes and all(each is None or each.dtype is x.dtype for each in given) and is_sliced(*given):
         return kernels().causal_conv.default(x, weight, bias, state, gate, out_gate, silu)
     return causal_conv.reference(x, weight, bias, state, gate, out_gate, silu)
 
@@ -49,7 +49,7 @@ def _linear_attention(
     takes = takes and q.shape == k.shape and k.shape[:2] == v.shape[:2] == decay.shape[:2] and decay.shape[2] == heads
     takes = takes and (state is None or state.shape == (batch, heads, k.shape[3], columns))
     takes = takes and beta.shape == v.shape[:3] and heads % k.shape[2] == 0
-    if takes and _whole(torch.float32, decay, beta, skip, state) and _sliced(q, k, v):
+    if takes and is_whole(torch.float32, decay, beta, skip, state) and is_sliced(q, k, v):
         return kernels().linear_attention.default(q, k, v, decay, beta, skip, state, scale, normalise, delta)
     body = linear_attention.body("torch")
     return body(q, k, v, decay, beta, skip, state, scale, normalise, delta)
@@ -60,7 +60,7 @@ def _gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, width: int, eps: float, gate_first: bool, sigmoid: bool
 ) -> Any:
     takes = x.dtype in DTYPES and x.numel() > 0 and gate.dtype is x.dtype and x.dim() == 3 and gate.shape == x.shape
-    takes = takes and _whole(x.dtype, x, weight) and _sliced(gate)
+    takes = takes and is_whole(x.dtype, x, weight) and is_sliced(gate)
     # Its tokens lie at one distance: rows of one batch row, or all of them.
     if takes and (gate.shape[0] == 1 or gate.stride(0) == gate.stride(1) * gate.shape[1]):
         return kernels().gated_norm.default(x, gate, weight, width, eps, gate_first, sigmoid)

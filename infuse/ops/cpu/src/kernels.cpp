@@ -13,6 +13,7 @@
 #include "probe.h"
 #include "recurrence.h"
 #include "router.h"
+#include "selective_scan.h"
 #include "shared.h"
 
 #define INFUSE_JOIN(a, b) a##b
@@ -54,7 +55,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::expert_kernels(),
       INFUSE_ISA::router_kernels(),
       INFUSE_ISA::quantize,
-      {INFUSE_ISA::convolve, INFUSE_ISA::scan, INFUSE_ISA::gated_norm},
+      {INFUSE_ISA::convolve, INFUSE_ISA::scan, INFUSE_ISA::gated_norm, INFUSE_ISA::selective},
       INFUSE_ISA::read_bytes,
       INFUSE_ISA::multiply_registers,
       INFUSE_ISA::sum_arrays,

@@ -1,5 +1,5 @@
-// Arguments and table of what recurrent mixers compute (recurrence.h): a causal convolution, linear attention with a
-// state, and a norm with a gate.
+// Arguments and table of what recurrent mixers compute: a causal convolution, linear attention with a state, and a norm
+// with a gate (recurrence.h); a selective scan (selective_scan.h).
 #pragma once
 
 #include "types.h"
@@ -8,6 +8,7 @@ namespace infuse {
 
 constexpr int64_t kMostTaps = 16;
 constexpr int64_t kMostKeyWidth = 256;  // of linear attention
+constexpr int64_t kMostStates = 256;    // of a channel, in a selective scan
 
 // y[t, c] = act(bias[c] + sum of weight[c, j] * seen[t + j + 1 - taps, c]) * out_gate[t, c], with seen = x * gate. What
 // came before the first token are the rows of `before` [B, taps, C], zeros if it is null. x and gates have rows
@@ -56,10 +57,30 @@ struct GatedNormArgs {
   Type type;
 };
 
+// For each channel, with N states S in float32 and step = softplus(dt + dt_bias): S = exp(-exp(a_log) step) S + step x
+// keys, y = (S queries + skip x) silu(gate). x, dt, gate [B, T, C] and keys, queries [B, T, N] have tokens *_t and rows
+// *_b apart; y [B, T, C], a_log [C, N] and the states [B, C, N] are contiguous.
+struct SelectiveArgs {
+  const void *x, *dt, *keys, *queries, *gate;  // gate: or null
+  int64_t x_b, x_t, dt_b, dt_t, keys_b, keys_t, queries_b, queries_t, gate_b, gate_t;
+  const void *a_log, *dt_bias, *skip;
+  const float* before;  // or null: zeros
+  float* after;         // may be `before`
+  void* y;
+  int64_t batch, tokens, channels, states;
+  Type type, weight_type;  // weight_type: that of a_log, dt_bias and skip; `type` or f32
+};
+
+// A selective scan is computed in tiles of this many channels. A tile of 16 states each has 16 KB of rates and states,
+// and its rows of bf16 are whole cache lines.
+constexpr int64_t kScanChannels = 128;
+constexpr int64_t scan_tiles(int64_t channels) { return (channels + kScanChannels - 1) / kScanChannels; }
+
 struct RecurrenceKernels {
-  void (*convolve)(const ConvArgs&, int64_t begin, int64_t end);     // tiles; `after` is not written
-  void (*scan)(const ScanArgs&, int64_t begin, int64_t end);         // batch rows x heads
+  void (*convolve)(const ConvArgs&, int64_t begin, int64_t end);         // tiles; `after` is not written
+  void (*scan)(const ScanArgs&, int64_t begin, int64_t end);             // batch rows x heads
   void (*gated_norm)(const GatedNormArgs&, int64_t begin, int64_t end);  // rows
+  void (*selective)(const SelectiveArgs&, int64_t begin, int64_t end);   // batch rows x tiles
 };
 
 }  // namespace infuse

@@ -1,0 +1,87 @@
+"""Selective scan (Mamba-1, Gu and Dao 2023, arXiv 2312.00752): each channel has a state of N values of its own, which
+decays at rates that its tokens choose.
+
+Suffixes: B batch, T tokens, C channels, N states of a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+
+
+@op(
+    "selective_scan(Tensor x, Tensor dt, Tensor keys, Tensor queries, Tensor? gate, Tensor a_log, Tensor dt_bias,"
+    " Tensor skip, Tensor? state) -> (Tensor, Tensor)"
+)
+def selective_scan(
+    x_BTC: Tensor, dt_BTC: Tensor, keys_BTN: Tensor, queries_BTN: Tensor, gate_BTC: Tensor | None, a_log_CN: Tensor,
+    dt_bias_C: Tensor, skip_C: Tensor, state_BCN: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S = exp(-exp(a_log) step) S + step x keys; y = (S queries + skip x) silu(gate); and the states after all tokens.
+
+    step = softplus(dt + dt_bias). Mamba calls keys B, queries C, skip D and the gate z. Computed in float32, y is in
+    x.dtype. States are float32; no `state`: zeros. x, dt, keys, queries and gate may be slices of wider rows.
+    """
+    x, keys, queries = x_BTC.float(), keys_BTN.float(), queries_BTN.float()
+    steps, rates = F.softplus(dt_BTC.float() + dt_bias_C.float()), -a_log_CN.float().exp()
+    batch, _, channels = x.shape
+    state = x.new_zeros(batch, channels, keys.shape[-1]) if state_BCN is None else state_BCN
+    outs = []
+    for t in range(x.shape[1]):
+        step = steps[:, t, :, None]
+        state = (rates * step).exp() * state + (step * x[:, t, :, None]) * keys[:, t, None]
+        outs.append((state * queries[:, t, None]).sum(-1))
+    y = (torch.stack(outs, dim=1) if outs else x) + skip_C.float() * x
+    y = y if gate_BTC is None else y * F.silu(gate_BTC.float())
+    return y.to(x_BTC.dtype).contiguous(), state.clone() if state is state_BCN else state.contiguous()
+
+
+@selective_scan.implement("torch")
+def _in_place(
+    x: Tensor, dt: Tensor, keys: Tensor, queries: Tensor, gate: Tensor | None, a_log: Tensor, dt_bias: Tensor,
+    skip: Tensor, state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Token by token in the memory of two states."""
+    (batch, tokens, channels), states = x.shape, keys.shape[-1]
+    steps, rates = F.softplus(dt.float() + dt_bias.float()), -a_log.float().exp()
+    given, keys, queries = steps * x.float(), keys.float(), queries.float()
+    now = x.new_zeros(batch, channels, states, dtype=torch.float32) if state is None else state.clone()
+    decay, y = torch.empty_like(now), torch.empty_like(given)
+    for t in range(tokens):
+        torch.mul(steps[:, t, :, None], rates, out=decay)
+        now.mul_(decay.exp_()).addcmul_(given[:, t, :, None], keys[:, t, None])
+        y[:, t] = (now @ queries[:, t, :, None])[..., 0]
+    y.addcmul_(x.float(), skip.float())
+    return (y if gate is None else y.mul_(F.silu(gate.float()))).to(x.dtype), now
+
+
+@selective_scan.fake
+def _fake(x: Tensor, dt: Tensor, keys: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    batch, channels = x.shape[0], x.shape[2]
+    return x.new_empty(x.shape), x.new_empty(batch, channels, keys.shape[-1], dtype=torch.float32)
+
+
+# B, T, C, N
+_SIZES = ((2, 7, 24, 16), (1, 1, 40, 16), (3, 2, 33, 5), (1, 70, 150, 16), (1, 3, 20, 33), (2, 0, 16, 4))
+
+
+@selective_scan.cases
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for batch, tokens, channels, states in _SIZES:
+        wide = torch.randn(batch, tokens, 3 * channels + 2 * states + 3, dtype=dtype, device=device)[..., 3:]
+        x, dt, gate, keys, queries = wide.split((channels,) * 3 + (states,) * 2, dim=-1)
+        a_log = torch.arange(1, states + 1, dtype=torch.float32, device=device).log().expand(channels, -1).to(dtype)
+        a_log, skip = a_log.contiguous(), torch.randn(channels, dtype=dtype, device=device)
+        dt_bias = torch.randn(channels, dtype=dtype, device=device) - 2
+        state = torch.randn(batch, channels, states, device=device)
+        label = f"{batch}x{tokens}x{channels} by {states}"
+        yield Case(label, (x, dt, keys, queries, None, a_log, dt_bias, skip, None))
+        yield Case(f"{label} gated, on a state", (x, dt, keys, queries, gate, a_log, dt_bias, skip, state))
+        exact = (a_log.float(), dt_bias.float(), skip.float())
+        yield Case(f"{label} exact weights", (x, dt, keys, queries, gate, *exact, state))
