@@ -2,7 +2,7 @@
 
     q, k, v, b  = in(x)
     decay, gate = products of low(x), or further rows of in(x)
-    y           = the delta rule (ops/linear_attention.py) over silu(causal convolution of q, k, v), beta = sigmoid(b)
+    y           = the delta rule (ops/recurrence.py) over silu(causal convolution of q, k, v), beta = sigmoid(b)
     result      = out(norm of y, times sigmoid(gate))
 
 The linears of `low` have few rows, so they are whole on every rank.
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.linear_attention import GatedNormShape, bind_norm, bind_out, check_silu
+from infuse.architectures.state_attention import GatedNormShape, bind_norm, bind_out, check_silu
 from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
 from infuse.architectures.short_conv import CausalConv, ConvShape
 

@@ -42,7 +42,7 @@ class Either:
     def module(self) -> str:
         return self.mixers[0].module
 
-    def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
+    def of_layer(self, layer: nn.Module, config: Any) -> Mixer | None:
         paths = self.known_by or tuple(mixer.module for mixer in self.mixers)
         there = (mixer for mixer, path in zip(self.mixers, paths, strict=True) if _has(layer, path))
         return next(there, self.mixers[-1]).of_layer(layer, config)

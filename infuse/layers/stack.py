@@ -49,13 +49,12 @@ class StackCall(OneCall):
         which they are multiplied or, if true, divided.
         """
         calls = [block._one_call for block in blocks]
-        names = [name for block in blocks for name in list(block.shape.mixers)[:1]]
         if not blocks or any(type(call) is not StepCall for call in calls):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
-        mixers = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
-        attentions = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
+        mixers = [next((block._modules[name] for name in block.shape.mixers), None) for block in blocks]
+        attentions: list[Any] = [each for each in mixers if each is not None and not isinstance(each, Recurrent)]
         attns = [mixer.shape for mixer in attentions]
         if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
             return None
@@ -86,9 +85,10 @@ class StackCall(OneCall):
         self.around = around
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._last_norm = _Written.of(after[0]) if after else None
-        self._blocks, self._mixers = blocks, mixers
-        self._attentions = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
-        self._indices = [call.index for call in calls]
+        self._blocks = blocks
+        there = [(call.index, mixer) for call, mixer in zip(calls, mixers, strict=True) if mixer is not None]
+        self._indices, self._mixers = [index for index, _ in there], [mixer for _, mixer in there]
+        self._attentions = [mixer for mixer in self._mixers if not isinstance(mixer, Recurrent)]
         self._most_rows = min(call.most_rows for call in calls)
 
     def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:

@@ -684,6 +684,18 @@ HYBRIDS = [
         "bamba", t.BambaConfig, t.BambaForCausalLM,
         values=dict(GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0)),
     ),
+    *(
+        Family(
+            name, t.NemotronHConfig, t.NemotronHForCausalLM,
+            values=dict(
+                {key: value for key, value in GQA.items() if key != "num_hidden_layers"}, mamba_num_heads=6,
+                mamba_head_dim=16, ssm_state_size=12, n_groups=2, chunk_size=4, head_dim=12, n_routed_experts=4,
+                num_experts_per_tok=2, moe_intermediate_size=24, moe_shared_expert_intermediate_size=16, n_group=1,
+                topk_group=1, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], **more,
+            ),
+        )
+        for name, more in (("nemotron_h", {}), ("nemotron_h-latent", dict(moe_latent_size=24)))
+    ),
 ]  # fmt: skip
 
 _KIMI = dict(
