@@ -152,9 +152,9 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             {
                 "q, k and v are clipped": shape.clip,
                 "q and k are normalised after the rotation": shape.norm_after,
-                "attention has an output gate": shape.gate is not None and not shape.gate.merged,
+                "attention's output gate is no sigmoid": shape.gate is not None and shape.gate.function != GATE_SIGMOID,
                 "an encoder normalises values or heads": to.of_encoder and (shape.v_norm or shape.out_norm),
-                "an encoder's attention has an output gate": to.of_encoder and shape.merges_gate,
+                "an encoder's attention has an output gate": to.of_encoder and shape.gate is not None,
                 "ranks share the heads": shape.head_counts,
                 "an encoder's attention has a window": to.of_encoder and shape.window,
                 "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, _BIASES),
@@ -164,7 +164,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         to.put(interleaved=self.positions.interleaved, borrowed=shape.borrows is not None, gated=shape.merges_gate)
         to.put_reals(scale=shape.scale, softcap=shape.softcap)
         to.tensor("sinks")
-        for name in ("qkv", "out", "q_norm", "k_norm", "v_norm", "out_norm"):
+        for name in ("qkv", "out", "gate", "q_norm", "k_norm", "v_norm", "out_norm"):
             to.part(name)
         to.storage("keys", "values")
 

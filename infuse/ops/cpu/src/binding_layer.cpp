@@ -108,13 +108,11 @@ struct StepMachine {
     const bool done = attend(q, *keys, *values, given.start + tokens, given.mask, given.bias, a.scale, causal, a.window,
                              a.softcap, a.sinks, attended);
     if (!done) return std::nullopt;
-    if (a.gated) {
-      GatedNormArgs gate{};
-      const int64_t width = a.heads * a.width, row = a.all_heads() * a.width;
-      gate.x = attended.const_data_ptr(), gate.y = attended.mutable_data_ptr(), gate.gate = bytes_at(qkv, row - width);
-      gate.width = width, gate.each = gate.weight_rows = 1, gate.gate_t = row;
-      gate.sigmoid = true, gate.type = type_of(attended);
-      gated_norm(gate, batch * tokens);
+    if (a.gated) multiply_by_sigmoids(attended, qkv, (a.all_heads() - a.heads) * a.width);
+    if (a.gate) {
+      const Array gates = array({batch, tokens, a.gate->outputs}, *from);
+      multiply(*a.gate, *from, gates, given.once);
+      a.gate->outputs == a.heads ? multiply_heads(attended, gates) : multiply_by_sigmoids(attended, gates, 0);
     }
     if (!a.out_norm) return times(a.out, attended, *from);
     const Array rows = array({batch, tokens, a.heads * a.width}, *from);
@@ -213,6 +211,27 @@ struct StepMachine {
   }
   static char* bytes_at(const Array& of, int64_t element) {
     return static_cast<char*>(of.mutable_data_ptr()) + element * int64_t(of.element_size());
+  }
+  // Heads [B, T, H, D] times the sigmoids of columns [at, at + H D) of `gates` [B, T, ...], in place.
+  static void multiply_by_sigmoids(const Array& heads, const Array& gates, int64_t at) {
+    GatedNormArgs a{};
+    const int64_t tokens = heads.size(0) * heads.size(1);
+    a.x = heads.const_data_ptr(), a.y = heads.mutable_data_ptr(), a.gate = bytes_at(gates, at);
+    a.width = heads.size(2) * heads.size(3), a.each = a.weight_rows = 1, a.gate_t = gates.numel() / tokens;
+    a.sigmoid = true, a.type = type_of(heads);
+    gated_norm(a, tokens);
+  }
+  // The same with one gate for each head.
+  static void multiply_heads(const Array& heads, const Array& gates) {
+    std::vector<float> factors(size_t(gates.numel()));
+    widen(gates, factors.data());
+    const int64_t width = heads.size(3);
+    for (int64_t i = 0; i < gates.numel(); ++i) {
+      const float factor = 1 / (1 + std::exp(-factors[size_t(i)]));
+      void* head = bytes_at(heads, i * width);
+      const void* from[] = {head};
+      kernels().experts.weigh({from, &factor, 1, head, type_of(heads)}, 0, width);
+    }
   }
   Maybe apply(const MlpPart& a, const Maybe& from) const {
     const Array inner = array_rows(*from, a.up.outputs), active = array_rows(*from, a.inner());

@@ -40,8 +40,9 @@ struct LinearPart {
   INFUSE_FIELDS(code, outputs, weight, scale, zero, bias)
 };
 // Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. If they are `borrowed`, qkv makes
-// queries alone, and nothing is appended. If it is `gated`, the last rows of qkv multiply the heads by their sigmoid. The
-// window is as in ops.attention.
+// queries alone, and nothing is appended. The sigmoid of a gate multiplies the heads: if it is `gated`, that of the last
+// rows of qkv, else that of `gate`, if there is one, with one row for each feature or head. The window is as in
+// ops.attention.
 struct AttentionPart {
   static constexpr std::string_view kKind = "attention";
   int64_t heads, kv_heads, width, window;
@@ -49,10 +50,11 @@ struct AttentionPart {
   double scale, softcap;
   Maybe sinks;
   LinearPart qkv, out;
+  std::optional<LinearPart> gate;
   std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
   Storage keys, values;
-  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, gated, scale, softcap, sinks, qkv, out, q_norm, k_norm,
-                v_norm, out_norm, keys, values)
+  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, gated, scale, softcap, sinks, qkv, out, gate,
+                q_norm, k_norm, v_norm, out_norm, keys, values)
 
   int64_t all_heads() const { return (borrowed ? heads : heads + 2 * kv_heads) + (gated ? heads : 0); }
 };
@@ -285,6 +287,8 @@ inline bool takes(const AttentionPart& a, ScalarType type, int64_t columns) {
   return takes(a.qkv, type, columns, a.all_heads() * a.width) && takes(a.out, type, a.heads * a.width, columns) &&
          takes(a.q_norm, type, a.heads, a.width) && takes(a.k_norm, type, a.kv_heads, a.width) &&
          takes(a.v_norm, type, a.kv_heads, a.width) &&
+         (!a.gate || (takes(*a.gate, type, columns, a.gate->outputs) &&
+                      (a.gate->outputs == a.heads || a.gate->outputs == a.heads * a.width))) &&
          (!a.out_norm || takes(*a.out_norm, type, a.heads * a.width));
 }
 
