@@ -686,7 +686,37 @@ HYBRIDS = [
     ),
 ]  # fmt: skip
 
-FAMILIES = [*LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE, *READ_ALONE]
+_JAMBA = dict(
+    GQA, mamba_d_state=12, mamba_dt_rank=5, num_experts=4, num_experts_per_tok=2, expert_layer_period=2,
+    expert_layer_offset=1,
+)  # fmt: skip
+JAMBA = [
+    Family("jamba", t.JambaConfig, t.JambaForCausalLM, values=dict(_JAMBA, attn_layer_period=3, attn_layer_offset=1)),
+    Family(
+        "jamba-dense", t.JambaConfig, t.JambaForCausalLM,
+        values=dict(
+            _JAMBA, attn_layer_period=3, attn_layer_offset=0, num_experts=1, mamba_proj_bias=True, mamba_conv_bias=False
+        ),
+    ),
+]  # fmt: skip
+# Layers without an MLP, in models whose calls are others than those of attention: test_mamba.py.
+_MAMBA = dict(
+    hidden_size=48, num_hidden_layers=3, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, state_size=12,
+    time_step_rank=5,
+)  # fmt: skip
+MAMBA = [
+    Family("mamba", t.MambaConfig, t.MambaForCausalLM, values=_MAMBA),
+    Family(
+        "mamba-narrow", t.MambaConfig, t.MambaForCausalLM,
+        values=dict(_MAMBA, residual_in_fp32=False, use_bias=True, use_conv_bias=False, conv_kernel=3),
+    ),
+    Family("falcon_mamba", t.FalconMambaConfig, t.FalconMambaForCausalLM, values=_MAMBA),
+]  # fmt: skip
+
+FAMILIES = [
+    *LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *JAMBA, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE,
+    *READ_ALONE,
+]  # fmt: skip
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

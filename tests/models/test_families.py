@@ -60,11 +60,11 @@ GENERATED = [
     for turn, way in enumerate(("one call", "block by block", "graphs"))
 ]
 # Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
-# clipped ones, gates of attention's heads, queries that grow with positions; and latent attention, which is no step of
-# programs in C++.
+# clipped ones, gates of attention's heads, queries that grow with positions; and latent attention and selective scans,
+# which are no steps of programs in C++.
 IN_PARTS = (
     "stablelm-parallel", "cohere-qk", "olmoe-clip", "afmoe", "laguna", "laguna-channels", "ministral3", "llama4",
-    "llama4-experts",
+    "llama4-experts", "jamba", "jamba-dense",
     *(family.name for family in (*LATENT_MIXTURES, *LATENT)),
 )  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation, experts whose
