@@ -15,10 +15,12 @@ from infuse.architectures import (
     gemma4,
     gpt,
     hybrids,
+    kimi,
     llama,
     llama4,
     mamba,
     mixtures,
+    nemotron_h,
     relative,
     t5,
     towers,
@@ -26,7 +28,22 @@ from infuse.architectures import (
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
-_FAMILIES = (llama, llama4, gemma4, mixtures, deepseek, hybrids, mamba, gpt, t5, relative, conformer, towers)
+_FAMILIES = (
+    llama,
+    llama4,
+    gemma4,
+    mixtures,
+    deepseek,
+    hybrids,
+    kimi,
+    mamba,
+    nemotron_h,
+    gpt,
+    t5,
+    relative,
+    conformer,
+    towers,
+)
 SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 
 

@@ -508,8 +508,7 @@ class AttentionShape(MixerShape):
     def matrices(self) -> tuple[Matrix, ...]:
         width = self.head_width
         queries, keys = Extent(HEADS, self.heads, width), Extent(KV_HEADS, self.kv_heads, width)
-        merged = (queries, keys, keys) if self.borrows is None else (queries,)
-        merged += (queries,) if self.merges_gate else ()
+        merged = (queries, *((keys, keys) if self.borrows is None else ()), *((queries,) if self.merges_gate else ()))
         rows = sum(extent.length for extent in merged)
         qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged)
         out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,))

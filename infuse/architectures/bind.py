@@ -7,6 +7,7 @@ exactly once, every claimed path must exist, and every config value must be supp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -163,6 +164,16 @@ class Binder:
         if (found := tuple(self.claim(path).shape)) != shape:
             self.differ(f"{path} has shape {found}, not {shape}")
         self.fills.append(Fill(target, (path,)))
+
+    def fill_vector(self, target: str, path: str, length: int) -> None:
+        """Like `fill_parameter` for a vector, which may have further axes of one entry."""
+        if path not in self.parameters:
+            self.differ(f"there is no parameter {path}")
+            return
+        found = tuple(self.claim(path).shape)
+        if max(found, default=0) != length or prod(found) != length:
+            self.differ(f"{path} has shape {found}, not {(length,)}")
+        self.fills.append(Fill(target, (path,), flat=len(found) != 1))
 
     def all_or_no_bias(self, paths: tuple[str, ...], linears: list[FoundLinear]) -> bool:
         with_bias = [path for path, linear in zip(paths, linears, strict=True) if linear.bias]

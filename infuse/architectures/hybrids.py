@@ -14,7 +14,6 @@ from torch import nn
 from infuse.activations import Act
 from infuse.architectures.attention import GatedSeparate, OutputGate, Rotary
 from infuse.architectures.layer import TUPLE, Mixer
-from infuse.architectures.linear_attention import BETA, GATE, STEP, GatedDelta, K, Q, StateSpace, V
 from infuse.architectures.llama import LLAMA, WINDOW
 from infuse.architectures.mixtures import GRANITE_MOE_SHARED, QWEN_ROUTER
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
@@ -23,6 +22,7 @@ from infuse.architectures.norm import RMS, Norm
 from infuse.architectures.program import SANDWICH
 from infuse.architectures.router import Router
 from infuse.architectures.short_conv import ShortConv
+from infuse.architectures.state_attention import BETA, GATE, STEP, GatedDelta, K, Q, StateSpace, V
 from infuse.routing import SIGMOID
 
 _M = "transformers.models."
@@ -30,22 +30,33 @@ _M = "transformers.models."
 
 @dataclass(frozen=True)
 class Either:
-    """The mixer of each layer: the first one whose module the layer has, which is not None."""
+    """The mixer of each layer: the first one whose module the layer has, which is not None.
+
+    `known_by`: for mixers of one path, the paths of the modules that tell them apart.
+    """
 
     mixers: tuple[Mixer, ...]
+    known_by: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         return self.mixers[0].module
 
-    def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
-        def is_there(mixer: Mixer) -> bool:
-            return layer._modules.get(mixer.module) is not None
-
-        return next(filter(is_there, self.mixers), self.mixers[-1]).of_layer(layer, config)
+    def of_layer(self, layer: nn.Module, config: Any) -> Mixer | None:
+        paths = self.known_by or tuple(mixer.module for mixer in self.mixers)
+        there = (mixer for mixer, path in zip(self.mixers, paths, strict=True) if _has(layer, path))
+        return next(there, self.mixers[-1]).of_layer(layer, config)
 
     def bind(self, binder: Any, name: str) -> Any:
         raise AssertionError("the mixer of a layer is bound")
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    try:
+        layer.get_submodule(path)  # which raises for None, too
+    except AttributeError:
+        return False
+    return True
 
 
 def _attention(**changes: Any) -> Mixer:
@@ -58,12 +69,13 @@ def _qk_norm(q: str = "q_norm", k: str = "k_norm", offset: float = 0.0) -> dict[
 
 # ---- short convolutions
 
+_LFM2_MLP = GatedMLP("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", Act("silu"))
 LFM2 = LLAMA.but(
     layer=_M + "lfm2.modeling_lfm2.Lfm2DecoderLayer",
     norm1=Norm("operator_norm", RMS),
     attn=Either((ShortConv("conv"), _attention(out="self_attn.out_proj", **_qk_norm("q_layernorm", "k_layernorm")))),
     norm2=Norm("ffn_norm", RMS),
-    mlp=GatedMLP("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", Act("silu")),
+    mlp=_LFM2_MLP,
 )
 LFM2_ROUTER = Router(
     "feed_forward.gate", score=SIGMOID, rounded_score=True, correction="feed_forward.expert_bias",
@@ -71,7 +83,7 @@ LFM2_ROUTER = Router(
 )  # fmt: skip
 LFM2_MOE = LFM2.but(
     layer=_M + "lfm2_moe.modeling_lfm2_moe.Lfm2MoeDecoderLayer",
-    mlp=MoE(LFM2_ROUTER, experts="feed_forward.experts", dense=LFM2.mlp),
+    mlp=MoE(LFM2_ROUTER, experts="feed_forward.experts", dense=_LFM2_MLP),
 )
 LFM3 = LFM2.but(
     layer=_M + "lfm3.modeling_lfm3.Lfm3DecoderLayer",

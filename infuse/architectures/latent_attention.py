@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from infuse.architectures.attention import Growth
+from infuse.architectures.attention import GateShape, Growth, OutputGate
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, inside
@@ -18,20 +18,23 @@ from infuse.errors import SpecMismatch
 
 # Rotations. HALVES: pairs (i, i + E/2). PAIRS: pairs (2i, 2i + 1), whose results are at i and i + E/2. COMPLEX: pairs
 # (2i, 2i + 1) in float32, in place; the model passes one complex tensor [B or 1, T, E/2] instead of (cos, sin).
-HALVES, PAIRS, COMPLEX = "halves", "pairs", "complex"
+# NONE: no positions, though heads still share a part of the keys.
+HALVES, PAIRS, COMPLEX, NONE = "halves", "pairs", "complex", "none"
 
 
 @dataclass(frozen=True)
 class LatentAttention:
     """Latent attention with transformers' names in the module at the path `module`.
 
-    `rotation`: HALVES, PAIRS or COMPLEX; None: the config's `rope_interleave` chooses PAIRS or HALVES.
+    `rotation`: HALVES, PAIRS, COMPLEX or NONE; None: the config's `rope_interleave` chooses PAIRS or HALVES.
     `grows`: rotated queries are multiplied by a factor that grows with the position (Llama 4's, Mistral 4).
+    `gate`: a gate of the heads before the last matrix.
     """
 
     module: str = "self_attn"
     rotation: str | None = None
     grows: bool = False
+    gate: OutputGate | None = None
 
     def of_layer(self, layer: nn.Module, config: object) -> LatentAttention:
         if hasattr(layer.get_submodule(self.module), "indexer"):
@@ -70,6 +73,7 @@ class LatentAttention:
             scale=self._scale(binder),
             rotation=self._rotation(binder),
             growth=Growth.bind(binder) if self.grows else None,
+            gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, value),
             replaces=(self.module,),
         )
 
@@ -123,6 +127,7 @@ class LatentAttentionShape(MixerShape):
     scale: float
     rotation: str
     growth: Growth | None = None
+    gate: GateShape | None = None
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
     replaces: tuple[str, ...] = ()
@@ -149,6 +154,8 @@ class LatentAttentionShape(MixerShape):
             for width in (self.key_width, self.plain_width + self.value_width, self.value_width)
         )
         q_a = Matrix("q_a", self.query_rank, self.hidden, self.query_bias)
+        gates = Extent(HEADS, self.heads, self.gate.width if self.gate else 0)
+        gate = Matrix("gate", gates.length, self.hidden, self.gate is not None and self.gate.bias, COLUMN, (gates,))
         return (
             *((q_a,) if self.query_rank else ()),
             Matrix("q", queries.length, self.query_rank or self.hidden, False, COLUMN, (queries,)),
@@ -157,6 +164,7 @@ class LatentAttentionShape(MixerShape):
                 "kv_b", expanded.length, self.latent_width, False, COLUMN, (expanded,),
                 unquantized="the few tokens of a step multiply with its columns, too, so it has values",
             ),
+            *((gate,) if self.gate else ()),
             Matrix("out", self.hidden, values.length, self.out_bias, ROW, (values,)),
         )  # fmt: skip
 

@@ -37,8 +37,8 @@ class Part(Protocol):
 class Mixer(Protocol):
     """Attention or a recurrence as declared. `module` is its path in the layer; it may depend on the layer's kind."""
 
-    def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
-        """The mixer of this layer, for models whose layers differ."""
+    def of_layer(self, layer: nn.Module, config: Any) -> Mixer | None:
+        """The mixer of this layer, for models whose layers differ. None: it has none."""
 
     @property
     def module(self) -> str: ...
@@ -91,7 +91,10 @@ class LayerSpec:
     def bind(self, layer: nn.Module, config: Any) -> Bound:
         """Bind the spec to `layer` (live or meta) and `config`. SpecMismatch lists every difference."""
         mixer = self.attn.of_layer(layer, config)
-        attention = Binder(layer, config, None, self.transposed).module(mixer.module, optional=True)
+        module = self.attn.module if mixer is None else mixer.module
+        attention = Binder(layer, config, None, self.transposed).module(module, optional=True)
+        if mixer is None:
+            attention = layer
         index = getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
         binder = Binder(layer, config, index, self.transposed)
         for key, expected in self.expect:
@@ -100,7 +103,7 @@ class LayerSpec:
                 binder.differences.append(f"config.{key} is {setting!r}; only {expected!r} is understood")
         if binder.differences:  # another kind of layer: all its parameters would differ, too
             raise SpecMismatch(self.layer.rpartition(".")[2], binder.differences)
-        name = mixer.module.partition(".")[0]
+        name = module.partition(".")[0]
         declared: dict[str, Part | None] = {name: mixer, "mlp": self.mlp}
         declared |= {norm: getattr(self, norm) for norm in NORMS} | dict(self.more)
         bound = {name: None if part is None else part.bind(binder, name) for name, part in declared.items()}

@@ -61,7 +61,8 @@ class Fill:
     along a new one (STACK). A source of experts has the layout `stacked`. `cut` is the rank's part. `format` names a
     quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits. `absent`: the
     biases of q, k and v that have no source, and are zeros. `pointwise`: the source is the weight of a convolution of
-    one frame, [out, in, 1]. `rows`: the spans of the sources of which the target is made, in order.
+    one frame, [out, in, 1]. `rows`: the spans of the sources of which the target is made, in order. `flat`: the source
+    has further axes of one entry, [1, 1, heads, 1], and the target is a vector.
     """
 
     target: str
@@ -77,6 +78,7 @@ class Fill:
     absent: tuple[int, ...] = ()
     pointwise: bool = False
     rows: tuple[Span, ...] = ()
+    flat: bool = False
 
     @property
     def merged(self) -> int:

@@ -191,7 +191,7 @@ class MixerShape(PartShape):
     It takes over the settings of the modules at the paths `replaces` in the layer; transformers records the last of
     them by its class. `causal`: no token sees a later one, so earlier tokens can be cached. `inverted_mask`: True in a
     mask means hidden. `takes_scores_mask`: masks are over scores, [B, H or 1, T or 1, L]; if False, they are over
-    tokens, and the mixer checks them itself. `continues`: a prompt in parts, over a cache, gives the same as a whole.
+    tokens, and the mixer checks them itself. `continues`: a prompt in parts gives what it does as a whole.
     """
 
     replaces: tuple[str, ...]

@@ -88,7 +88,7 @@ class SelectiveScan:
 
 @dataclass(frozen=True)
 class SelectiveScanShape(MixerShape):
-    """Dimensions and settings of one selective scan. `rank` is that of dt; `norms` are of dt, keys and queries."""
+    """Dimensions and settings of one selective scan. `rank` is dt's, `norms` are those of dt, keys and queries."""
 
     hidden: int
     channels: int

@@ -292,8 +292,12 @@ class Turning:
 def _least_window(config: Any) -> float:
     """The smallest window, or chunk that tokens attend to, in a config and those inside it."""
     inside = [_least_window(value) for value in vars(config).values() if hasattr(value, "model_type")]
-    # Qwen's max_window_layers and Cohere's sliding_window_pattern count layers.
-    of_tokens = {name: value for name, value in vars(config).items() if not name.endswith(("layers", "pattern"))}
+    # Qwen's max_window_layers and Cohere's sliding_window_pattern count layers; state spaces compute prompts by chunks.
+    of_tokens = {
+        name: value
+        for name, value in vars(config).items()
+        if not name.endswith(("layers", "pattern")) and name not in ("mamba_chunk_size", "chunk_size")
+    }
     named = [value for name, value in of_tokens.items() if "window" in name or "chunk" in name]
     sizes = [value for value in named if isinstance(value, int) and value > 0 and not isinstance(value, bool)]
     return min([math.inf, *inside, *sizes])

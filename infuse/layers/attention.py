@@ -18,6 +18,7 @@ from infuse.architectures.attention import (
     GATE_SIGMOID,
     SHARED_STATES,
     AttentionShape,
+    GateShape,
     Lender,
     NoPosition,
     PassedScores,
@@ -141,8 +142,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         """Normalise and gate the heads, and multiply them with the last matrix."""
         last: Any = self._modules["out"]
         out = self._out_normed(out)
-        if gate is not None:
-            out = self._gated(out, gate)
+        if gate is not None and self.shape.gate is not None:
+            out = gated(self.shape.gate, out, gate)
         return direct(last, out) if residual is None else product(last, out, None, residual)
 
     def native(self, to: PartWriter) -> None:
@@ -214,12 +215,6 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         if isinstance(positions, DisentangledScores):
             return positions.scores(self, q_BHTD, k_BHLD, inputs, self.shape.scale)
         return positions.bias(inputs, q_BHTD.shape[0], k_BHLD.shape[2])
-
-    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]."""
-        assert self.shape.gate is not None
-        factor = gate.sigmoid() if self.shape.gate.function == GATE_SIGMOID else softplus(gate.float()).to(out.dtype)
-        return out * factor if self.shape.gate.width > 1 else _per_head(out, factor)
 
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Attend by the function that the config names, called as the original does: (heads [B, T, H D], weights)."""
@@ -443,6 +438,12 @@ def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
     if norm.shape.weight == (x_BTM.shape[-1],):  # over all heads
         return norm(x_BTM)
     return norm(x_BTM.unflatten(-1, (heads, -1))).flatten(-2)
+
+
+def gated(shape: GateShape, out: Tensor, gate: Tensor) -> Tensor:
+    """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]."""
+    factor = gate.sigmoid() if shape.function == GATE_SIGMOID else softplus(gate.float()).to(out.dtype)
+    return out * factor if shape.width > 1 else _per_head(out, factor)
 
 
 def _per_head(out: Tensor, factor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache, self_attention_cache
-from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments
+from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import fuses, has_global_hooks, has_no_hooks
@@ -86,7 +86,7 @@ class Block(InferenceModule):
             self._forwards = [(name, type(parts[name]).forward) for name in (*self._mixers, *self._products)]
         self._one_call, self._runs_in_parts = make_one_call(self, self._program, bodies, index)
         mixers = shape.mixers.values()
-        self._heads = max(mixer.all_heads for mixer in mixers)
+        self._heads = max((mixer.all_heads for mixer in mixers), default=1)
         self._inverted_mask = any(mixer.inverted_mask for mixer in mixers)
         self._takes_scores_mask = all(mixer.takes_scores_mask for mixer in mixers)
         self._mask_of_numbers = any(mixer.mask_of_numbers for mixer in mixers)
@@ -152,7 +152,8 @@ class Block(InferenceModule):
             if self._skips_padding:
                 packed = real_tokens(inputs.mask, self._inverted_mask, hidden_states)
             if packed is None and self._one_call is not None:
-                out = self._one_call(self, self._modules[self._mixers[0]], hidden_states, inputs)
+                mixer = self._modules[self._mixers[0]] if self._mixers else None
+                out = self._one_call(self, mixer, hidden_states, inputs)
                 if out is not None:
                     return out, None, inputs.bias
         x = hidden_states
@@ -166,8 +167,8 @@ class Block(InferenceModule):
     def _inputs(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Inputs:
         """What the parts take of a call's arguments."""
         parts: dict[str, Any] = self._modules
-        first, more = parts[self._mixers[0]], None
-        if not (kwargs.keys() <= self._served and names_ours(first)):
+        first, more = parts[self._mixers[0]] if self._mixers else None, None
+        if not (kwargs.keys() <= self._served and (first is None or names_ours(first))):
             more = self._arguments_of_named(kwargs)
         given = kwargs.get
         cache = None
@@ -182,7 +183,7 @@ class Block(InferenceModule):
         if mask is not None and more is None and self._takes_scores_mask:
             check_mask(mask, self._layer)
         bias = given(self._bias_argument) if self._bias_argument else None
-        positions = first._modules.get("positions")  # a user's own attention has none
+        positions = None if first is None else first._modules.get("positions")  # a user's own attention has none
         if bias is None and isinstance(positions, LearnedBias):
             bias = positions(hidden_states)
             more = None if more is None else {**more, "position_bias": bias}
@@ -212,6 +213,8 @@ class Block(InferenceModule):
         UnsupportedCall if a part does not call any such function.
         """
         found = None
+        if not self._mixers and (unknown := unserved(kwargs, self._served)):
+            refuse_arguments(self._layer, unknown, self._served)
         for name in self._mixers:
             mixer: Any = self._modules[name]
             arguments = self.shape.call.arguments

@@ -107,8 +107,9 @@ class KVCache(Cache):
 
         Layers with a recurrent state can only go back to their last snapshot, or to zero tokens.
         """
-        kept = min((slot.rewind(tokens) for slot in self.layers), default=0)
-        for slot in self.layers:
+        held = [slot for slot in self.layers if slot.is_initialized]  # the others keep a place for a layer without one
+        kept = min((slot.rewind(tokens) for slot in held), default=0)
+        for slot in held:
             if slot.rewind(kept) != kept:
                 return self.rewind(0) if kept else 0
         return kept

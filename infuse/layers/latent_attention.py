@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import ops
-from infuse.architectures.latent_attention import COMPLEX, PAIRS, LatentAttentionShape
+from infuse.architectures.latent_attention import COMPLEX, NONE, PAIRS, LatentAttentionShape
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
+from infuse.layers.attention import gated
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import Linear, direct, has_no_hooks
@@ -53,7 +54,9 @@ class LatentAttention(Mixer[LatentAttentionShape]):
         latent, key = direct(parts["kv_a"], x_BTC).split((shape.latent_width, shape.rotated_width), dim=-1)
         latent = direct(parts["kv_norm"], latent.contiguous())
         q, turned = self._queries(x_BTC).split((shape.plain_width, shape.rotated_width), dim=-1)
-        turned, key = self._rotated(turned, key[:, :, None], inputs)
+        key = key[:, :, None]
+        if shape.rotation != NONE:
+            turned, key = self._rotated(turned, key, inputs)
         if shape.growth is not None:
             factor = grown(shape.growth, inputs)[:, :, None].to(x_BTC.dtype)
             q, turned = q * factor, turned * factor
@@ -79,7 +82,10 @@ class LatentAttention(Mixer[LatentAttentionShape]):
                 weights = ops.attention_weights(q_BHTD, k, mask, None, shape.scale, causal, 0, 0.0).to(x_BTC.dtype)
                 if shape.head_counts:
                     weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
-        return direct(parts["out"], out.reshape(batch, tokens, -1)), weights
+        out = out.reshape(batch, tokens, -1)
+        if shape.gate is not None:
+            out = gated(shape.gate, out, direct(parts["gate"], x_BTC))
+        return direct(parts["out"], out), weights
 
     def _queries(self, x_BTC: Tensor) -> Tensor:
         """Return the queries, [B, T, H, N + E]."""

@@ -17,7 +17,7 @@ from infuse.architectures.program import Program
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks, rounds_activations
-from infuse.layers.native_part import ENCODER, FEW_TOKENS, NotNative, ProgramText
+from infuse.layers.native_part import ENCODER, FEW_TOKENS, NativeInputs, NotNative, ProgramText
 from infuse.native import limits
 from infuse.ops.cpu.linear import takes_tiles
 from infuse.ops.cpu.program import NativeProgram
@@ -150,7 +150,8 @@ class StepCall(BlockCall):
         if inputs.want_weights or inputs.causal is False:
             return None
         native = self.held_program(block)
-        if native is None or (native_inputs := mixer.native_inputs(x_BTC, inputs)) is None:
+        native_inputs = NativeInputs() if mixer is None else mixer.native_inputs(x_BTC, inputs)
+        if native is None or native_inputs is None:
             return None
         if over := self._program.over:
             value = inputs.values[over]
@@ -158,7 +159,7 @@ class StepCall(BlockCall):
                 return None
             native_inputs = native_inputs._replace(value=value.contiguous())
         out = native.run(x_BTC, *native_inputs)
-        if out is not None:
+        if out is not None and mixer is not None:
             mixer.was_run(x_BTC, inputs)
         return out
 
@@ -194,7 +195,7 @@ def make_one_call(
     """Make the one call of a block; or None, and why it runs part by part."""
     if set(bodies.values()) != {"cpu"}:
         return None, "not all of its ops have C++ bodies"
-    if len(block.shape.mixers) != 1:
+    if len(block.shape.mixers) > 1:
         return None, "tokens are mixed more than once"
     try:
         if block.shape.causal:

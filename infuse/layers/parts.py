@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.attention import AttentionShape
+from infuse.architectures.channel_delta import ChannelDeltaShape
 from infuse.architectures.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.dit import HeadsShape
 from infuse.architectures.feed_forward import FeedForwardShape
@@ -18,7 +19,6 @@ from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.architectures.image_transformer import ImageTransformerShape
 from infuse.architectures.latent_attention import LatentAttentionShape
-from infuse.architectures.linear_attention import LinearAttentionShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.norm import NormShape
@@ -26,6 +26,7 @@ from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
 from infuse.architectures.selective_scan import SelectiveScanShape
 from infuse.architectures.short_conv import ShortConvShape
+from infuse.architectures.state_attention import LinearAttentionShape
 from infuse.architectures.streams import (
     EmbeddingNormShape,
     ModulatedNormShape,
@@ -37,6 +38,7 @@ from infuse.architectures.streams import (
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
+from infuse.layers.channel_delta import ChannelDelta
 from infuse.layers.conformer import Convolution, Factor, RelativeAttention
 from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
 from infuse.layers.diffusion.convolution import Resnet, Upsample
@@ -47,18 +49,19 @@ from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.gemma4 import LayerScalar, PerLayerInput
 from infuse.layers.latent_attention import LatentAttention
-from infuse.layers.linear_attention import LinearAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
 from infuse.layers.recurrent import ShortConv
 from infuse.layers.selective_scan import SelectiveScan
+from infuse.layers.state_attention import LinearAttention
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {
         AttentionShape: Attention,
         LatentAttentionShape: LatentAttention,
         LinearAttentionShape: LinearAttention,
+        ChannelDeltaShape: ChannelDelta,
         ShortConvShape: ShortConv,
         SelectiveScanShape: SelectiveScan,
         MLPShape: MLP,

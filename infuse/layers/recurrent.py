@@ -109,6 +109,10 @@ class Recurrent(Mixer[Shape], NativeMixer):
         slot.advance(x_BTC.shape[1])
 
 
+def empty(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size), requires_grad=False)
+
+
 class ShortConv(Recurrent[ShortConvShape]):
     """`forward` returns (output [B, T, C], None)."""
 

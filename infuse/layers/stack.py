@@ -49,13 +49,12 @@ class StackCall(OneCall):
         which they are multiplied or, if true, divided.
         """
         calls = [block._one_call for block in blocks]
-        names = [name for block in blocks for name in list(block.shape.mixers)[:1]]
         if not blocks or any(type(call) is not StepCall for call in calls):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
-        mixers = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
-        attentions = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
+        mixers = [next((block._modules[name] for name in block.shape.mixers), None) for block in blocks]
+        attentions: list[Any] = [each for each in mixers if each is not None and not isinstance(each, Recurrent)]
         attns = [mixer.shape for mixer in attentions]
         if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
             return None
@@ -86,9 +85,10 @@ class StackCall(OneCall):
         self.around = around
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._last_norm = _Written.of(after[0]) if after else None
-        self._blocks, self._mixers = blocks, mixers
-        self._attentions = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
-        self._indices = [call.index for call in calls]
+        self._blocks = blocks
+        there = [(call.index, mixer) for call, mixer in zip(calls, mixers, strict=True) if mixer is not None]
+        self._indices, self._mixers = [index for index, _ in there], [mixer for _, mixer in there]
+        self._attentions = [mixer for mixer in self._mixers if not isinstance(mixer, Recurrent)]
         self._most_rows = min(call.most_rows for call in calls)
 
     def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:
@@ -226,7 +226,9 @@ def _write_norm(to: PartWriter, norm: Any) -> None:
     if isinstance(norm, Norm):
         norm.native(to)
     else:  # transformers' RMSNorm
-        eps, offset, rounds = _torch_norm(norm)
+        found = _torch_norm(norm)
+        assert found is not None  # else `_normalises` says no
+        eps, offset, rounds = found
         to.put(kind="rounded_rms" if rounds else "torch_rms", bias=NONE)
         to.put_reals(eps=eps, offset=offset)
         to.tensor("weight")
@@ -259,7 +261,7 @@ def _eps_of(norm: nn.Module) -> float | None:
 
 def _torch_norm(norm: Any) -> tuple[float, float, bool] | None:
     """eps, what is added to the weight, and whether x / rms is rounded before; None for another function."""
-    eps, weight = _eps_of(norm), norm.weight
+    eps, weight = _eps_of(norm) or 0.0, norm.weight
     generator = torch.Generator().manual_seed(0)
     rows = [
         (torch.randn(count, 1, len(weight), generator=generator) * scale).to(weight.dtype)

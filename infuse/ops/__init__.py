@@ -39,11 +39,11 @@ from infuse.ops.group_norm import group_norm
 from infuse.ops.joined import joined_heads
 from infuse.ops.latent_attention import latent_attention
 from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
-from infuse.ops.linear_attention import linear_attention
 from infuse.ops.modulated import gated_add, gated_add_norm, modulated_norm
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered
 from infuse.ops.quantize import quantize
+from infuse.ops.recurrence import linear_attention
 from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.router import router
 from infuse.ops.selective_scan import selective_scan

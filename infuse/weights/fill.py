@@ -21,6 +21,7 @@ from infuse.parallel.slices import Cut, Span
 from infuse.quant.format import Buffer, QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.lazy import (
+    Flat,
     InMemory,
     Joined,
     LazyTensor,
@@ -93,6 +94,8 @@ def target_of(fill: Fill, source: Lookup) -> Joined:
 def _as_matrix(fill: Fill, source: LazyTensor) -> LazyTensor:
     if fill.pointwise:
         return Pointwise(source)
+    if fill.flat:
+        return Flat(source)
     return source if fill.stacked is None else TallMatrix(fill.stacked, source)
 
 
@@ -154,6 +157,8 @@ def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, .
         return {fill.sources[0]: sliced(fill.stacked, target, shapes[fill.sources[0]])}
     if fill.pointwise:
         return {fill.sources[0]: target.unsqueeze(-1)}
+    if fill.flat:
+        return {fill.sources[0]: target.view(shapes[fill.sources[0]])}
     if fill.merge == STACK:
         return dict(zip(fill.sources, target.unbind(0), strict=True))
     if moves(fill):

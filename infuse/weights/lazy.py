@@ -183,6 +183,26 @@ class Pointwise:
 
 
 @dataclass(frozen=True)
+class Flat:
+    """`source`, which has one axis of more than one entry, as a vector."""
+
+    source: LazyTensor
+
+    coded = None
+
+    @property
+    def shape(self) -> Shape:
+        return (math.prod(self.source.shape),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read(self, part: Slices = ()) -> Tensor:
+        return self.source.read().flatten()[part]
+
+
+@dataclass(frozen=True)
 class Joined:
     """Spans of `sources`, one after another along `axis` (of a matrix: 0 outputs, 1 inputs)."""
 

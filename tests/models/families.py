@@ -684,10 +684,22 @@ HYBRIDS = [
         "bamba", t.BambaConfig, t.BambaForCausalLM,
         values=dict(GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0)),
     ),
+    *(
+        Family(
+            name, t.NemotronHConfig, t.NemotronHForCausalLM,
+            values=dict(
+                {key: value for key, value in GQA.items() if key != "num_hidden_layers"}, mamba_num_heads=6,
+                mamba_head_dim=16, ssm_state_size=12, n_groups=2, chunk_size=4, head_dim=12, n_routed_experts=4,
+                num_experts_per_tok=2, moe_intermediate_size=24, moe_shared_expert_intermediate_size=16, n_group=1,
+                topk_group=1, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], **more,
+            ),
+        )
+        for name, more in (("nemotron_h", {}), ("nemotron_h-latent", dict(moe_latent_size=24)))
+    ),
 ]  # fmt: skip
 
 _JAMBA = dict(
-    GQA, mamba_d_state=12, mamba_dt_rank=5, num_experts=4, num_experts_per_tok=2, expert_layer_period=2,
+    GQA, mamba_d_state=16, mamba_dt_rank=24, num_experts=4, num_experts_per_tok=2, expert_layer_period=2,
     expert_layer_offset=1,
 )  # fmt: skip
 JAMBA = [
@@ -713,10 +725,46 @@ MAMBA = [
     Family("falcon_mamba", t.FalconMambaConfig, t.FalconMambaForCausalLM, values=_MAMBA),
 ]  # fmt: skip
 
-FAMILIES = [
-    *LLAMA, *MIXTURES, *LATENT, *HYBRIDS, *JAMBA, *GPT_LINEAGE, *BERT_LINEAGE, *GEMMA4, *T5_LINEAGE, *RELATIVE,
-    *READ_ALONE,
+_KIMI = dict(
+    {name: value for name, value in _LATENT_MOE.items() if name not in ("q_lora_rank", "n_routed_experts")},
+    layer_types=_SPACE_LAYERS,
+)  # fmt: skip
+# Beside layers of latent attention; decays with and without a bound.
+CHANNEL_DELTA = [
+    Family(
+        "kimi_linear", t.KimiLinearConfig, t.KimiLinearForCausalLM,
+        values=dict(_KIMI, linear_head_dim=12, linear_num_heads=5, linear_conv_kernel_dim=3),
+    ),
+    Family(
+        "kimi_linear-low-rank", t.KimiLinearConfig, t.KimiLinearForCausalLM,
+        values=dict(
+            _KIMI, linear_head_dim=8, linear_num_heads=4, q_lora_rank=16, attention_bias=True, moe_renormalize=False,
+            mlp_layer_types=["sparse"] * 3,
+        ),
+    ),
+    Family(
+        "bailing_hybrid", t.BailingHybridConfig, t.BailingHybridForCausalLM, values=dict(_KIMI, head_dim=12)
+    ),
+    Family(
+        "bailing_hybrid-unbounded", t.BailingHybridConfig, t.BailingHybridForCausalLM,
+        values=dict(_KIMI, head_dim=16, q_lora_rank=16, kda_safe_gate=False, rope_parameters=dict(_YARN)),
+    ),
 ]  # fmt: skip
+
+FAMILIES = [
+    *LLAMA,
+    *MIXTURES,
+    *LATENT,
+    *HYBRIDS,
+    *CHANNEL_DELTA,
+    *JAMBA,
+    *GPT_LINEAGE,
+    *BERT_LINEAGE,
+    *GEMMA4,
+    *T5_LINEAGE,
+    *RELATIVE,
+    *READ_ALONE,
+]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -281,6 +281,7 @@ OVER_RANKS = (
     ("glm4-moe", "experts of 3"), ("granite-moe-shared", "both"), ("afmoe", "experts"), ("ernie4_5-moe", "width of 3"),
     ("phimoe", "both"), ("laguna", "both"), ("qwen4_exp", "both"), ("deepseek_v3", "width"), ("nemotron_h", "experts"),
     ("deepseek-v2", "both"), ("mistral4", "width of 3"), ("minicpm3", "width"),
+    ("kimi_linear", "experts"), ("kimi_linear-low-rank", "both"), ("bailing_hybrid", "width of 3"),
     ("llama4", "both"), ("llama4-plain", "experts"), ("llama4-experts", "width"),
 )  # fmt: skip
 

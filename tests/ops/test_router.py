@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.mamba import JAMBA_ROUTER
 from infuse.architectures.mixtures import (
     DEEPSEEK_ROUTER,
     ERNIE_ROUTER,
@@ -52,7 +51,7 @@ RULES: dict[str, Router] = {
     "olmoe.OlmoeTopKRouter": QWEN_ROUTER,
     "flex_olmo.FlexOlmoTopKRouter": QWEN_ROUTER,
     "qwen3_vl_moe.Qwen3VLMoeTextTopKRouter": replace(QWEN_ROUTER, normalise=True),
-    "jamba.JambaTopKRouter": JAMBA_ROUTER,
+    "jamba.JambaTopKRouter": Router("mlp.gate", cast=ACTIVATIONS),
     "deepseek_v3.DeepseekV3TopkRouter": DEEPSEEK_ROUTER,
     "glm4_moe.Glm4MoeTopkRouter": DEEPSEEK_ROUTER,
     "dots1.Dots1TopkRouter": DEEPSEEK_ROUTER,

@@ -45,6 +45,8 @@ WRITTEN: Mapping[str, str] = MappingProxyType(
         "Gemma4UnifiedTextDecoderLayer": "`mul`|keeps state",
         "EmbeddingGemma2EncoderLayer": "per_layer_input",
         "DebertaV2Layer": "masked_fill",
+        "KimiLinearDecoderLayer": "has experts|reaches",
+        "BailingHybridDecoderLayer": "has experts|reaches",
     }
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from infuse.native import DTYPES, kernels, needs
 from infuse.ops.causal_conv import causal_conv
 from infuse.ops.gated_norm import gated_norm
-from infuse.ops.linear_attention import linear_attention
+from infuse.ops.recurrence import linear_attention
 
 MOST_TAPS, MOST_KEY_WIDTH = 16, 256  # kMostTaps, kMostKeyWidth in src/recurrence_kernels.h
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infuse.ops.causal_conv import causal_conv
 from infuse.ops.gated_norm import gated_norm
-from infuse.ops.linear_attention import linear_attention
+from infuse.ops.recurrence import linear_attention
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import (
     CONV_CHANNELS,

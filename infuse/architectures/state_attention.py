@@ -2,7 +2,7 @@
 
     projected = in(x): queries, keys, values, a gate, and for each head what makes the decay (and beta)
     q, k, v   = silu(causal convolution)
-    y         = a recurrence over a state for each head (ops/linear_attention.py), plus a multiple of v
+    y         = a recurrence over a state for each head (ops/recurrence.py), plus a multiple of v
     result    = out(norm of y with the gate)
 
 A state space has B for keys, C for queries, x for values, and the time step dt in place of beta.
@@ -52,8 +52,8 @@ class GatedDelta:
         )
         sizes = _sizes(key_heads, heads, key_width, value_width)
         sections, into = _bind_inputs(binder, name, self, sizes, key_heads)
-        out = _bind_out(binder, name, named(self.module, self.out), heads * value_width)
-        _check_silu(binder, self.module)
+        out = bind_out(binder, name, named(self.module, self.out), heads * value_width)
+        check_silu(binder, self.module)
         return LinearAttentionShape(
             hidden=into.columns,
             key_heads=key_heads,
@@ -66,7 +66,7 @@ class GatedDelta:
             out_bias=out.bias,
             delta=True,
             beta_factor=2.0 if self.doubles and binder.attribute(self.module, self.doubles) else 1.0,
-            norm=_bind_norm(binder, name, named(self.module, self.norm), value_width, value_width, gate_first=False),
+            norm=bind_norm(binder, name, named(self.module, self.norm), value_width, value_width, gate_first=False),
             replaces=(self.module,),
         )._with(binder, name, self.module)
 
@@ -94,12 +94,12 @@ class StateSpace:
         )
         sizes = _sizes(groups, heads, state_width, width)
         sections, into = _bind_inputs(binder, name, self, sizes, groups)
-        out = _bind_out(binder, name, named(self.module, self.out), heads * width)
+        out = bind_out(binder, name, named(self.module, self.out), heads * width)
         limits = binder.attribute(self.module, "time_step_limit")
         if not isinstance(limits, (tuple, list)) or len(limits) != 2:
             binder.differ(f"{self.module}.time_step_limit is {limits!r}, not two numbers")
             limits = (0.0, math.inf)
-        _check_silu(binder, self.module)
+        check_silu(binder, self.module)
         columns = heads * width
         return LinearAttentionShape(
             hidden=into.columns,
@@ -113,7 +113,7 @@ class StateSpace:
             out_bias=out.bias,
             delta=False,
             limits=(float(limits[0]), float(limits[1])),
-            norm=_bind_norm(
+            norm=bind_norm(
                 binder, name, named(self.module, self.norm), columns // max(groups, 1), columns, gate_first=True
             ),
             skip=True,
@@ -135,7 +135,7 @@ def _sizes(key_heads: int, heads: int, key_width: int, value_width: int) -> dict
     return {Q: keys, K: keys, V: values, GATE: values, BETA: heads, STEP: heads}
 
 
-def _check_silu(binder: Binder, module: str) -> None:
+def check_silu(binder: Binder, module: str) -> None:
     activation = binder.attribute(module, "activation")
     if activation not in ("silu", "swish"):
         binder.differ(f"{module}.activation is {activation!r}; only SiLU is understood")
@@ -164,7 +164,7 @@ def _bind_inputs(
     return tuple(places), FoundLinear(sum(linear.rows for linear in linears), linears[0].columns, bias)
 
 
-def _bind_out(binder: Binder, name: str, path: str, columns: int) -> FoundLinear:
+def bind_out(binder: Binder, name: str, path: str, columns: int) -> FoundLinear:
     out = binder.linear(path)
     if out.columns != columns:
         binder.differ(f"{path} takes {out.columns} columns, and the heads have {columns}")
@@ -178,7 +178,7 @@ def _bind_conv(binder: Binder, name: str, module: str, sections: Sections, sizes
     )
 
 
-def _bind_norm(binder: Binder, name: str, path: str, width: int, columns: int, *, gate_first: bool) -> GatedNormShape:
+def bind_norm(binder: Binder, name: str, path: str, width: int, columns: int, *, gate_first: bool) -> GatedNormShape:
     norm = binder.module(path)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if isinstance(norm, nn.Identity):

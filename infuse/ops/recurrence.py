@@ -108,7 +108,7 @@ def _between(q: Tensor, k: Tensor, sums: Tensor, by_channel: bool) -> tuple[Tens
 
 @linear_attention.fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, _, heads, width = v.shape
+    batch, heads, width = v.shape[0], *v.shape[2:]
     return v.new_empty(v.shape), decay.new_empty(batch, heads, k.shape[3], width)
 
 

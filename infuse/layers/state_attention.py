@@ -9,17 +9,16 @@ import math
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from infuse import ops
-from infuse.architectures.linear_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
+from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.native_part import PartWriter, decline_if
-from infuse.layers.recurrent import Recurrent
+from infuse.layers.recurrent import Recurrent, empty
 from infuse.layers.slot import CONV, STATE
 
 _STATE_SPACE_TURNED = MappingProxyType({CONV: (1, 2), STATE: (2, 3)})
@@ -38,8 +37,8 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
             self.add_module(matrix.target, context.linear(matrix))
         self.hold_conv(shape.conv, shape.channels, context.bodies)
         for leaf, there in (("A_log", True), ("dt_bias", True), ("D", shape.skip)):
-            self.register_parameter(leaf, _empty(shape.heads) if there else None)
-        self.register_parameter("norm", _empty(shape.norm.columns) if shape.norm.there else None)
+            self.register_parameter(leaf, empty(shape.heads) if there else None)
+        self.register_parameter("norm", empty(shape.norm.columns) if shape.norm.there else None)
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
 
@@ -52,14 +51,11 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         convolved, conv = self.convolved(seen, before.get(CONV))
         if not shape.delta:
             convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
-        widths = [rows for section, rows in shape.rows.items() if section in (Q, K, V)]
-        order = [section for section in shape.sections if section in (Q, K, V)]
-        qkv = dict(zip(order, convolved.split(widths, dim=-1), strict=True))
-        heads = {Q: shape.key_heads, K: shape.key_heads, V: shape.heads}
-        q, k, v = (qkv[section].unflatten(-1, (heads[section], -1)) for section in (Q, K, V))
+        q, k, v = self._heads(convolved)
         decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
-        skip = self.D.float() if shape.skip else None
-        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), shape.scale, shape.delta, shape.delta)
+        factor, scale, delta = self._parameters["D"], shape.scale, shape.delta
+        skip = None if factor is None else factor.float()
+        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
         self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
         norm = shape.norm
         y = self._norm(
@@ -71,22 +67,29 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def _sections(self, projected: Tensor) -> dict[str, Tensor]:
         """The sections of the first product; those that are convolved together, as one."""
         of = dict(zip(self.shape.rows, projected.split([*self.shape.rows.values()], dim=-1), strict=True))
-        order = [section for section in self.shape.sections if section in (Q, K, V)]
-        start = 0
-        for section, rows in self.shape.rows.items():
-            if section == order[0]:
-                break
-            start += rows
+        sections = [*self.shape.rows]
+        first = min(map(sections.index, (Q, K, V)))
+        start = sum(self.shape.rows[section] for section in sections[:first])
         of["convolved"] = projected.narrow(-1, start, self.shape.channels)
         return of
+
+    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, T, G, D], and values [B, T, H, V]."""
+        shape = self.shape
+        rows = {section: rows for section, rows in shape.rows.items() if section in (Q, K, V)}
+        of = dict(zip(rows, convolved.split([*rows.values()], dim=-1), strict=True))
+        heads = {Q: shape.key_heads, K: shape.key_heads, V: shape.heads}
+        q, k, v = (of[section].unflatten(-1, (heads[section], -1)) for section in (Q, K, V))
+        return q, k, v
 
     def _decay(self, of: dict[str, Tensor], *, in_steps: bool) -> tuple[Tensor, Tensor]:
         """The logarithm of each head's decay, and beta, [B, T, H] in float32."""
         shape = self.shape
-        step = softplus(of[STEP].float() + self.dt_bias.float())
+        parameters: Any = self._parameters
+        step = softplus(of[STEP].float() + parameters["dt_bias"].float())
         if not shape.delta and not in_steps and shape.limits != (0.0, math.inf):
             step = step.clamp(*shape.limits)  # originals clamp it in prompts alone
-        decay = -self.A_log.float().exp() * step
+        decay = -parameters["A_log"].float().exp() * step
         beta = of[BETA].float().sigmoid() * shape.beta_factor if shape.delta else step
         return decay.contiguous(), beta.contiguous()
 
@@ -110,7 +113,3 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         to.part("in", as_field="into")
         to.part("out")
         to.storage("convolved", "state")
-
-
-def _empty(size: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size), requires_grad=False)

@@ -1,0 +1,87 @@
+"""Nemotron-H: layers of one part each, a state space, attention, an MLP or a mixture.
+
+They are written: no part that graphs are read into keeps a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from infuse.architectures.attention import NoPosition, Separate
+from infuse.architectures.bind import Binder
+from infuse.architectures.layer import LayerSpec, Mixer
+from infuse.architectures.llama import LLAMA
+from infuse.architectures.mixtures import DEEPSEEK_ROUTER
+from infuse.architectures.mlp import MLP
+from infuse.architectures.moe import MoE
+from infuse.architectures.norm import RMS, Norm
+from infuse.architectures.part import PartShape
+from infuse.architectures.program import ADD, ATTENTION, NORM, Step
+from infuse.architectures.program import MLP as MLP_STEP
+from infuse.architectures.state_attention import StateSpace
+
+_MODULE = "mixer"  # of all four kinds
+_SPACE, _ATTENTION, _EXPERTS = (f"{_MODULE}.{child}" for child in ("conv1d", "o_proj", "experts"))
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    try:
+        layer.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class MixerByKind:
+    """The state space or the attention of a layer; None for a layer of another kind."""
+
+    module: str = _MODULE
+
+    def of_layer(self, layer: nn.Module, config: Any) -> Mixer | None:
+        if _has(layer, _SPACE):
+            return StateSpace(_MODULE)
+        return _ATTENTION_MIXER if _has(layer, _ATTENTION) else None
+
+    def bind(self, binder: Binder, name: str) -> Any:
+        raise AssertionError("the mixer of a layer is bound")
+
+
+@dataclass(frozen=True)
+class MLPByKind:
+    """The MLP or the mixture of a layer; None for a layer of another kind."""
+
+    mlp: MLP
+    moe: MoE
+
+    def bind(self, binder: Binder, name: str) -> PartShape | None:
+        if any(_has(binder.layer, path) for path in (_SPACE, _ATTENTION)):
+            return None
+        return (self.moe if _has(binder.layer, _EXPERTS) else self.mlp).bind(binder, name)
+
+
+_ATTENTION_MIXER = LLAMA.but(
+    attn=dict(
+        module=_MODULE,
+        qkv=Separate(f"{_MODULE}.q_proj", f"{_MODULE}.k_proj", f"{_MODULE}.v_proj"),
+        out=_ATTENTION,
+        position=NoPosition(),
+    )
+).attn
+_MLP = MLP(f"{_MODULE}.up_proj", f"{_MODULE}.down_proj", "mlp_hidden_act")
+_SHARED = MLP(f"{_MODULE}.shared_experts.up_proj", f"{_MODULE}.shared_experts.down_proj", "mlp_hidden_act")
+_ROUTER = replace(DEEPSEEK_ROUTER, module=f"{_MODULE}.gate", correction=f"{_MODULE}.gate.e_score_correction_bias")
+_LATENT = (f"{_MODULE}.fc1_latent_proj", f"{_MODULE}.fc2_latent_proj")
+
+NEMOTRON_H = LayerSpec(
+    layer="transformers.models.nemotron_h.modeling_nemotron_h.NemotronHBlock",
+    attn=MixerByKind(),
+    norm1=Norm("norm", RMS),
+    mlp=MLPByKind(_MLP, MoE(_ROUTER, experts=_EXPERTS, shared=_SHARED, latent=_LATENT)),
+    program=(Step(NORM, "norm1"), Step(ATTENTION, _MODULE), Step(MLP_STEP, "mlp"), Step(ADD)),
+)
+
+SPECS = (NEMOTRON_H,)

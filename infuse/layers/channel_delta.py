@@ -1,0 +1,81 @@
+"""Kimi Delta Attention over any cache: one product for queries, keys, values and beta, the convolution, the delta rule
+with a decay for each channel, norm and gate.
+
+Suffixes: B batch, T new tokens, C hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from infuse import ops
+from infuse.architectures.channel_delta import ChannelDeltaShape
+from infuse.layers.build_context import BuildContext
+from infuse.layers.inputs import Inputs
+from infuse.layers.linear import direct
+from infuse.layers.native_part import NotNative, PartWriter
+from infuse.layers.recurrent import Recurrent, empty
+from infuse.layers.slot import CONV, STATE
+
+
+class ChannelDelta(Recurrent[ChannelDeltaShape]):
+    """`forward` returns (output [B, T, C], None)."""
+
+    struct, mixed = "channel_delta", True
+
+    def __init__(self, shape: ChannelDeltaShape, context: BuildContext):
+        super().__init__(shape, context)
+        for matrix in shape.matrices:
+            self.add_module(matrix.target, context.linear(matrix))
+        self.hold_conv(shape.conv, shape.channels, context.bodies)
+        self.A_log, self.dt_bias, self.norm = empty(shape.heads), empty(shape.rows), empty(shape.width)
+        self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
+        self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
+
+    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
+        shape = self.shape
+        parts: dict[str, Any] = self._modules
+        slot, before = self.begin(x_BTC, inputs)
+        x_BTC = self.masked(x_BTC, inputs)
+        seen, beta, decay, gate = self._projected(x_BTC)
+        convolved, conv = self.convolved(seen, before.get(CONV))
+        q, k, v = convolved.unflatten(-1, (3, shape.heads, shape.width)).unbind(2)
+        decay = self._decay(decay.unflatten(-1, (shape.heads, -1)), x_BTC.dtype)
+        beta = beta.float().sigmoid()
+        out, state = self._scan(q, k, v, decay, beta, None, before.get(STATE), shape.scale, True, True)
+        self.end(slot, x_BTC.shape[1], {CONV: conv, STATE: state}, lambda: seen)
+        norm = shape.norm
+        y = self._norm(
+            out.flatten(2), gate, self._parameters["norm"], norm.width, norm.eps, norm.gate_first, norm.sigmoid
+        )
+        return direct(parts["out"], y), None
+
+    def _projected(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the convolution sees, and what beta, decay and gate are made of."""
+        shape = self.shape
+        parts: dict[str, Any] = self._modules
+        ranks = (shape.decay_rank, shape.gate_rank)
+        first = [shape.channels, shape.heads, *(shape.rows for rank in ranks if not rank)]
+        seen, beta, *rest = direct(parts["in"], x_BTC).split(first, dim=-1)
+        low = direct(parts["low"], x_BTC).split([rank for rank in ranks if rank], dim=-1) if any(ranks) else ()
+        made, of_rank = iter(rest), iter(low)
+        decay, gate = (
+            direct(parts[target], next(of_rank).contiguous()) if rank else next(made)
+            for target, rank in zip(("decay", "gate"), ranks, strict=True)
+        )
+        return seen, beta, decay, gate
+
+    def _decay(self, made_BTHD: Tensor, dtype: torch.dtype) -> Tensor:
+        """The logarithm of each channel's decay, [B, T, H, D] in float32."""
+        shape = self.shape
+        rate = self.A_log.float().exp()[:, None]
+        y = made_BTHD.float() + self.dt_bias.float().view(shape.heads, -1)
+        decay = -rate * softplus(y) if shape.bound is None else shape.bound * (rate * y).sigmoid()
+        return decay.to(dtype).float() if shape.rounded else decay
+
+    def native(self, to: PartWriter) -> None:
+        raise NotNative("a decay for each channel")
