@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.state_attention import GatedNormShape, bind_norm, bind_out, check_silu
 from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
 from infuse.architectures.short_conv import CausalConv, ConvShape
+from infuse.architectures.state_attention import GatedNormShape, bind_norm, bind_out, check_silu
 
 
 @dataclass(frozen=True)

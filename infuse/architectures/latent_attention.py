@@ -176,7 +176,8 @@ class LatentAttentionShape(MixerShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return ("rotary", "attention", "latent_attention", *self.kv_norm.ops)
+        rotary = () if self.rotation == NONE else ("rotary",)
+        return (*rotary, "attention", "latent_attention", *self.kv_norm.ops)
 
     def of_rank(self, share: Share) -> LatentAttentionShape:
         return replace(

@@ -1,4 +1,4 @@
-"""Selective scans (Mamba-1): Jamba, and models of such layers alone.
+"""Selective scans (Mamba-1): Jamba, and models of such layers alone; and those of state spaces alone (Mamba-2).
 
 They are written: a graph has one way through a recurrence for the tokens that it was made with, and none of the parts
 that graphs are read into keeps a state.
@@ -13,6 +13,7 @@ from infuse.architectures.norm import RMS, Norm
 from infuse.architectures.program import ADD_WIDE, ATTENTION, NORM_NARROWED, Step
 from infuse.architectures.router import Router
 from infuse.architectures.selective_scan import SelectiveScan
+from infuse.architectures.state_attention import StateSpace
 from infuse.routing import ACTIVATIONS
 
 _M = "transformers.models."
@@ -46,5 +47,15 @@ _WIDE = dict(
 FALCON_MAMBA = MAMBA.but(
     layer=_M + "falcon_mamba.modeling_falcon_mamba.FalconMambaBlock", attn=SelectiveScan("mixer", _NORMS)
 )
+MAMBA2 = MAMBA.but(layer=_M + "mamba2.modeling_mamba2.Mamba2Block", attn=StateSpace("mixer"))
 
-SPECS = (JAMBA_ATTENTION, JAMBA_SCAN, MAMBA, MAMBA.but(**_WIDE), FALCON_MAMBA, FALCON_MAMBA.but(**_WIDE))
+SPECS = (
+    JAMBA_ATTENTION,
+    JAMBA_SCAN,
+    MAMBA,
+    MAMBA.but(**_WIDE),
+    FALCON_MAMBA,
+    FALCON_MAMBA.but(**_WIDE),
+    MAMBA2,
+    MAMBA2.but(**_WIDE),
+)

@@ -83,7 +83,7 @@ class DirectSteps:
     def _step(self, parts: _Parts, calls: list[_Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
         count, cache, positions = len(parts.blocks), cache_in(inputs), inputs.get("position_ids")
         turning = len(calls) - count - 3  # calls between the embedding's and the blocks'
-        if turning not in (0, 1) or type(cache) is not KVCache or not isinstance(positions, Tensor):
+        if turning not in (0, 1) or type(cache) is not KVCache or (turning and not isinstance(positions, Tensor)):
             return None
         embedded, turned, blocks, (normed, headed) = (
             calls[0],
@@ -104,7 +104,9 @@ class DirectSteps:
             x = call.output[0] if isinstance(call.output, tuple) else call.output
         if not normed.is_of(normed.module, x):
             return None
-        turning_by = None if turned is None else Turning.of(turned, (embedded.output, begun), positions)
+        turning_by = None
+        if turned is not None and isinstance(positions, Tensor):
+            turning_by = Turning.of(turned, (embedded.output, begun), positions)
         if turned is not None and turning_by is None:
             return None
         used = (*parts.above, parts.embedding, *parts.blocks, normed.module, parts.head)

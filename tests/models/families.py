@@ -723,6 +723,16 @@ MAMBA = [
         values=dict(_MAMBA, residual_in_fp32=False, use_bias=True, use_conv_bias=False, conv_kernel=3),
     ),
     Family("falcon_mamba", t.FalconMambaConfig, t.FalconMambaForCausalLM, values=_MAMBA),
+    *(
+        Family(
+            f"mamba2{name}", t.Mamba2Config, t.Mamba2ForCausalLM,
+            values=dict(
+                hidden_size=48, num_hidden_layers=3, vocab_size=96, num_heads=6, head_dim=16, state_size=12, n_groups=2,
+                chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, residual_in_fp32=wide,
+            ),
+        )
+        for name, wide in (("", True), ("-narrow", False))
+    ),
 ]  # fmt: skip
 
 _KIMI = dict(
