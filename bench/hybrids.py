@@ -1,0 +1,231 @@
+"""Hybrids: decode and prefill of models that keep states, against the machine's limits and transformers.
+
+    python bench/hybrids.py [--models qwen3_5 granite lfm2] [--formats bfloat16 int8 int4] [--contexts 128 32768]
+                            [--batches 1 8] [--prompt 2048] [--tokens 48] [--plain] [--out FILE.md]
+
+Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B. A
+token's bound are the bytes of weights (of mixtures: those of the chosen experts), states and cached keys and values
+over the read bandwidth probed in the same run; a prompt's are its operations over the rate of a bfloat16 matmul.
+`--plain` also times transformers in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as t
+from rich.table import Table
+from torch import Tensor
+
+import infuse
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.moe import MoEShape
+from infuse.architectures.state_attention import LinearAttentionShape
+from infuse.profile.probe import matmul_rate, read_bandwidth
+from report import markdown, show
+
+_COMMON = dict(vocab_size=65536, max_position_embeddings=65536, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def _qwen3_5(layers: int = 24) -> Any:
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
+    config = t.Qwen3_5TextConfig(
+        **_COMMON, hidden_size=1536, intermediate_size=5632, num_hidden_layers=len(kinds), num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
+        linear_value_head_dim=128, layer_types=kinds,
+    )  # fmt: skip
+    return t.Qwen3_5ForCausalLM(config)
+
+
+def _granite(layers: int = 24) -> Any:
+    kinds = ["linear_attention"] * layers
+    kinds[5::10] = ["full_attention"] * len(kinds[5::10])
+    config = t.GraniteMoeHybridConfig(
+        **_COMMON, hidden_size=1536, num_hidden_layers=layers, num_attention_heads=12, num_key_value_heads=4,
+        layer_types=kinds, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_expand=2,
+        num_local_experts=16, num_experts_per_tok=4, intermediate_size=512, shared_intermediate_size=1024,
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=6.0, attention_multiplier=0.0078125,
+        position_embedding_type=None,
+    )  # fmt: skip
+    return t.GraniteMoeHybridForCausalLM(config)
+
+
+def _lfm2(layers: int = 16) -> Any:
+    kinds = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(layers)]
+    config = t.Lfm2Config(
+        **_COMMON, hidden_size=2048, intermediate_size=12288, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, layer_types=kinds, block_auto_adjust_ff_dim=True,
+    )  # fmt: skip
+    return t.Lfm2ForCausalLM(config)
+
+
+MODELS = {"qwen3_5": _qwen3_5, "granite": _granite, "lfm2": _lfm2}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = MODELS[name]()
+    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(0.5 if "dt_bias" in path else 1.0)
+    fresh = MODELS[name](4) if name != "lfm2" else None  # of the rotary frequencies
+    for path, buffer in () if fresh is None else fresh.named_buffers():
+        model.get_buffer(path).copy_(buffer)
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq"):
+            rotary = type(module)(model.config)
+            module.inv_freq, module.original_inv_freq = rotary.inv_freq, rotary.original_inv_freq
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class _Clock:
+    """A streamer that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def put(self, _: Tensor) -> None:
+        self.seconds.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def timed(model: Any, ids: Tensor, tokens: int) -> tuple[float, float]:
+    """Seconds until the first token, and of each one after it."""
+    clock = _Clock()
+    clock.put(ids)
+    streamer = {"streamer": clock} if len(ids) == 1 else {}
+    start = time.perf_counter()
+    if streamer:
+        model.generate(ids, max_new_tokens=tokens, do_sample=False, **streamer)
+        first, *later = clock.seconds[2:]
+        return first - start, (later[-1] - first) / len(later)
+    model.generate(ids, max_new_tokens=1, do_sample=False)
+    prefill = time.perf_counter() - start
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=tokens, do_sample=False)
+    return prefill, (time.perf_counter() - start - prefill) / (tokens - 1)
+
+
+def bytes_of(engine: Any, batch: int, context: int) -> float:
+    """Bytes that a step of `batch` texts reads: weights, of experts those that are chosen; states; keys and values."""
+    module = engine.module
+    read = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+    embedding = module.get_input_embeddings()
+    if module.get_output_embeddings().weight is not getattr(embedding, "weight", None):
+        read -= sum(each.nbytes for each in (*embedding.parameters(), *embedding.buffers()))
+    for step in engine.plan.steps:
+        if not isinstance(step.shape, LayerShape):
+            continue
+        for name, part in step.shape.held:
+            if isinstance(part, MoEShape):
+                experts = module.get_submodule(step.path)._modules[name].experts
+                whole = sum(each.nbytes for each in (*experts.parameters(), *experts.buffers()))
+                unseen = (1 - part.router.top_k / part.experts.count) ** batch
+                read -= whole * unseen
+        for mixer in step.shape.mixers.values():
+            rows = sum(heads * width for heads, width in mixer.cached_rows)
+            read += batch * (2 * rows * context + (4 if isinstance(mixer, LinearAttentionShape) else 2) * mixer.state_values)
+    return read
+
+
+def operations_of(model: Any, tokens: int) -> float:
+    """Multiplications and additions of a prompt: products, and attention in causal order; of a mixture's experts those
+    that are chosen.
+    """
+    config, embedding = model.config, model.get_input_embeddings()
+    total = 0.0
+    for path, parameter in model.named_parameters():
+        if parameter.dim() < 2 or parameter is embedding.weight or "conv" in path:
+            continue
+        share = config.num_experts_per_tok / len(parameter) if parameter.dim() == 3 else 1.0
+        total += 2 * parameter.numel() * share * (1 if "lm_head" in path else tokens)
+    attentions = [kind for kind in config.layer_types if kind == "full_attention"]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    total += len(attentions) * 2 * tokens * tokens * config.num_attention_heads * width
+    states = [kind for kind in config.layer_types if kind == "linear_attention"]
+    if hasattr(config, "linear_num_value_heads"):
+        of_state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    else:
+        of_state = getattr(config, "mamba_n_heads", 0) * getattr(config, "mamba_d_head", 0) * getattr(config, "mamba_d_state", 0)
+    return total + len(states) * tokens * 6 * of_state
+
+
+def measure(name: str, format: str, args: argparse.Namespace, decode: Table, prefill: Table) -> None:
+    model = made(name)
+    operations = operations_of(model, args.prompt)
+    quant = {} if format == "bfloat16" else {"quant": format}
+    engine = infuse.init_inference(model, dtype=torch.bfloat16, progress=False, **quant)
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(batch: int, length: int) -> Tensor:
+        return torch.randint(5, 60000, (batch, length), generator=generator)
+
+    timed(engine, ids(1, 64), 8)
+    alone = 0.0
+    for batch in args.batches:
+        for context in args.contexts if batch == 1 else args.contexts[:1]:
+            before = read_bandwidth(repeats=10).best
+            runs = [timed(engine, ids(batch, context), args.tokens)[1] for _ in range(args.repeats if context < 4096 else 1)]
+            seconds = sorted(runs)[len(runs) // 2]
+            rate = max(before, read_bandwidth(repeats=10).best)
+            read = bytes_of(engine, batch, context)
+            alone = seconds if batch == 1 and context == args.contexts[0] else alone
+            decode.add_row(
+                name, format, f"{batch}", f"{context}", f"{1e3 * seconds:.2f}", f"{read / 1e6:.0f}", f"{rate / 1e9:.1f}",
+                f"{read / rate / seconds:.2f}", f"{seconds / alone:.2f}",
+            )  # fmt: skip
+    runs = [timed(engine, ids(1, args.prompt), 2)[0] for _ in range(args.repeats)]
+    seconds, rate = sorted(runs)[len(runs) // 2], matmul_rate(torch.bfloat16)
+    prefill.add_row(
+        name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}", f"{rate / 1e9:.0f}",
+        f"{operations / rate / seconds:.2f}",
+    )  # fmt: skip
+
+
+def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table) -> None:
+    """transformers' own figures, in bfloat16."""
+    model = made(name)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 60000, (1, args.prompt), generator=generator)
+    with torch.inference_mode():
+        timed(model, ids[:, :64], 4)
+        _, seconds = timed(model, ids[:, : args.contexts[0]], 9)
+        decode.add_row(name, "transformers bfloat16", "1", f"{args.contexts[0]}", f"{1e3 * seconds:.2f}", *[""] * 4)
+        first, _ = timed(model, ids, 2)
+    prefill.add_row(name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 32768])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="time transformers, too")
+    parser.add_argument("--out", type=Path, help="append the report to this file")
+    args = parser.parse_args()
+    decode = Table("model", "format", "batch", "context", "ms a step", "MB", "GB/s", "of the bandwidth", "of batch 1")
+    prefill = Table("model", "format", "tokens", "ms", "10^12 operations", "10^9/s", "of the matmul rate")
+    for name in args.models:
+        if args.plain:
+            plain(name, args, decode, prefill)
+        for format in args.formats:
+            measure(name, format, args, decode, prefill)
+    show(markdown(decode, "A step"), args.out)
+    show(markdown(prefill, "A prompt"), args.out)
+
+
+if __name__ == "__main__":
+    main()
