@@ -24,7 +24,6 @@ from infuse.architectures.short_conv import CausalConv, ConvShape
 from infuse.errors import SpecMismatch
 
 DT, KEYS, QUERIES = "dt_norm", "key_norm", "query_norm"  # names of norms in the new module
-MODES = ("use_mambapy", "use_associative_scan")  # other ways to the same numbers, of packages or in compiled graphs
 
 
 @dataclass(frozen=True)

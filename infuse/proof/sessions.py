@@ -75,13 +75,14 @@ def block_sessions(
     """Return the sessions to prove a block on; those with a cache only if it `decodes`.
 
     `kv_cache`: format of our cache to prove it on as well. `states`: arguments that receive encoder states. `recurs`: a
-    layer of the model has a recurrent state, which originals do not keep in our cache. `convolves`: the blocks read the
-    frames around each.
+    block has a recurrent state, which originals do not keep in our cache. `convolves`: the blocks read the frames
+    around each.
     """
     sessions = [replace(session, states=states) for session in _block_sessions(model, decodes, kv_cache)]
     if convolves:
         sessions.append(Session("padded frames", (first_tokens(getattr(model, "config", None)),), FEW, frames=True))
     theirs = partial(DynamicCache, config=getattr(model, "config", None))
+    recurs = recurs or _keeps_states(theirs)
     for i, session in enumerate(sessions):
         if recurs and session.make_cache is our_cache:
             sessions[i] = replace(session, make_cache=theirs, also=(our_cache, *session.also))
@@ -216,6 +217,14 @@ def session_inputs(
             if i and cache is not None and not _counts_tokens(cache):
                 del arguments["attention_mask"]
         yield arguments | more, real
+
+
+def _keeps_states(make_cache: Callable[[], Cache]) -> bool:
+    """Whether the model's own cache holds states besides keys and values."""
+    try:
+        return any(hasattr(layer, "recurrent_states") for layer in make_cache().layers)
+    except Exception:  # of a config that transformers makes no cache for
+        return False
 
 
 def _counts_tokens(cache: Cache) -> bool:

@@ -84,3 +84,15 @@ def test_sums_of_streams_go_with_norms_that_are_modulated_as_they_are_or_with_pr
     assert words(carried((across, plain, modulated, mlp, gated))) == (
         "carry attention(cross) take norm(norm) mlp(mlp) add"
     )
+
+
+@pytest.mark.parametrize(
+    ("residual", "wanted"),
+    [
+        (PRE, "norm(norm1) attention(mixer) add"),
+        (POST, "attention(mixer) add norm_stream(norm1)"),
+        (SANDWICH, "norm(norm1) attention(mixer) norm_branch(post1) add"),
+    ],
+)
+def test_a_layer_without_an_mlp_adds_one_branch(residual: str, wanted: str) -> None:
+    assert words(program_of(residual, "mixer", {"norm2", "mlp", "post2"})) == wanted

@@ -686,16 +686,6 @@ HYBRIDS = [
     ),
     *(
         Family(
-            f"mamba2{name}", t.Mamba2Config, t.Mamba2ForCausalLM,
-            values=dict(
-                hidden_size=48, num_hidden_layers=3, vocab_size=96, num_heads=6, head_dim=16, state_size=12, n_groups=2,
-                chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, residual_in_fp32=wide,
-            ),
-        )
-        for name, wide in (("", True), ("-narrow", False))
-    ),
-    *(
-        Family(
             name, t.NemotronHConfig, t.NemotronHForCausalLM,
             values=dict(
                 {key: value for key, value in GQA.items() if key != "num_hidden_layers"}, mamba_num_heads=6,
@@ -705,6 +695,43 @@ HYBRIDS = [
             ),
         )
         for name, more in (("nemotron_h", {}), ("nemotron_h-latent", dict(moe_latent_size=24)))
+    ),
+]  # fmt: skip
+
+_JAMBA = dict(
+    GQA, mamba_d_state=16, mamba_dt_rank=24, num_experts=4, num_experts_per_tok=2, expert_layer_period=2,
+    expert_layer_offset=1,
+)  # fmt: skip
+JAMBA = [
+    Family("jamba", t.JambaConfig, t.JambaForCausalLM, values=dict(_JAMBA, attn_layer_period=3, attn_layer_offset=1)),
+    Family(
+        "jamba-dense", t.JambaConfig, t.JambaForCausalLM,
+        values=dict(
+            _JAMBA, attn_layer_period=3, attn_layer_offset=0, num_experts=1, mamba_proj_bias=True, mamba_conv_bias=False
+        ),
+    ),
+]  # fmt: skip
+# Layers without an MLP, in models whose calls are others than those of attention: test_mamba.py.
+_MAMBA = dict(
+    hidden_size=48, num_hidden_layers=3, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, state_size=12,
+    time_step_rank=5,
+)  # fmt: skip
+MAMBA = [
+    Family("mamba", t.MambaConfig, t.MambaForCausalLM, values=_MAMBA),
+    Family(
+        "mamba-narrow", t.MambaConfig, t.MambaForCausalLM,
+        values=dict(_MAMBA, residual_in_fp32=False, use_bias=True, use_conv_bias=False, conv_kernel=3),
+    ),
+    Family("falcon_mamba", t.FalconMambaConfig, t.FalconMambaForCausalLM, values=_MAMBA),
+    *(
+        Family(
+            f"mamba2{name}", t.Mamba2Config, t.Mamba2ForCausalLM,
+            values=dict(
+                hidden_size=48, num_hidden_layers=3, vocab_size=96, num_heads=6, head_dim=16, state_size=12, n_groups=2,
+                chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, residual_in_fp32=wide,
+            ),
+        )
+        for name, wide in (("", True), ("-narrow", False))
     ),
 ]  # fmt: skip
 
@@ -740,6 +767,7 @@ FAMILIES = [
     *LATENT,
     *HYBRIDS,
     *CHANNEL_DELTA,
+    *JAMBA,
     *GPT_LINEAGE,
     *BERT_LINEAGE,
     *GEMMA4,

@@ -276,7 +276,11 @@ KNOWN: dict[str, tuple[Any, Any]] = {
     # ALiBi for all heads, per head
     "bloom": (BY_NAME["bloom"].model, BY_NAME["bloom"].config(**BY_NAME["bloom"].values)),
 }  # fmt: skip
-POLICIES = {"phi3": {"Phi3DecoderLayer": ("o_proj", "down_proj")}, "bloom": {"BloomBlock": ("dense", "dense_4h_to_h")}}
+POLICIES = {
+    "jamba": {"JambaAttentionDecoderLayer": ("o_proj",)},
+    "phi3": {"Phi3DecoderLayer": ("o_proj", "down_proj")},
+    "bloom": {"BloomBlock": ("dense", "dense_4h_to_h")},
+}
 
 
 def known(name: str) -> Any:
