@@ -12,6 +12,7 @@ over the read bandwidth probed in the same run; a prompt's are its operations ov
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def _qwen3_5(layers: int = 24) -> Any:
     kinds = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
     config = t.Qwen3_5TextConfig(
         **_COMMON, hidden_size=1536, intermediate_size=5632, num_hidden_layers=len(kinds), num_attention_heads=8,
-        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
-        linear_value_head_dim=128, layer_types=kinds,
+        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+        linear_key_head_dim=128, linear_value_head_dim=128, layer_types=kinds,
     )  # fmt: skip
     return t.Qwen3_5ForCausalLM(config)
 
@@ -133,7 +134,8 @@ def bytes_of(engine: Any, batch: int, context: int) -> float:
                 read -= whole * unseen
         for mixer in step.shape.mixers.values():
             rows = sum(heads * width for heads, width in mixer.cached_rows)
-            read += batch * (2 * rows * context + (4 if isinstance(mixer, LinearAttentionShape) else 2) * mixer.state_values)
+            state_bytes = (4 if isinstance(mixer, LinearAttentionShape) else 2) * mixer.state_values
+            read += batch * (2 * rows * context + state_bytes)
     return read
 
 
@@ -152,10 +154,10 @@ def operations_of(model: Any, tokens: int) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     total += len(attentions) * 2 * tokens * tokens * config.num_attention_heads * width
     states = [kind for kind in config.layer_types if kind == "linear_attention"]
-    if hasattr(config, "linear_num_value_heads"):
-        of_state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-    else:
-        of_state = getattr(config, "mamba_n_heads", 0) * getattr(config, "mamba_d_head", 0) * getattr(config, "mamba_d_state", 0)
+    names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    if not hasattr(config, names[0]):
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state")
+    of_state = math.prod(getattr(config, name, 0) for name in names)
     return total + len(states) * tokens * 6 * of_state
 
 
@@ -174,14 +176,15 @@ def measure(name: str, format: str, args: argparse.Namespace, decode: Table, pre
     for batch in args.batches:
         for context in args.contexts if batch == 1 else args.contexts[:1]:
             before = read_bandwidth(repeats=10).best
-            runs = [timed(engine, ids(batch, context), args.tokens)[1] for _ in range(args.repeats if context < 4096 else 1)]
+            repeats = args.repeats if context < 4096 else 1
+            runs = [timed(engine, ids(batch, context), args.tokens)[1] for _ in range(repeats)]
             seconds = sorted(runs)[len(runs) // 2]
             rate = max(before, read_bandwidth(repeats=10).best)
             read = bytes_of(engine, batch, context)
             alone = seconds if batch == 1 and context == args.contexts[0] else alone
             decode.add_row(
-                name, format, f"{batch}", f"{context}", f"{1e3 * seconds:.2f}", f"{read / 1e6:.0f}", f"{rate / 1e9:.1f}",
-                f"{read / rate / seconds:.2f}", f"{seconds / alone:.2f}",
+                name, format, f"{batch}", f"{context}", f"{1e3 * seconds:.2f}", f"{read / 1e6:.0f}",
+                f"{rate / 1e9:.1f}", f"{read / rate / seconds:.2f}", f"{seconds / alone:.2f}",
             )  # fmt: skip
     runs = [timed(engine, ids(1, args.prompt), 2)[0] for _ in range(args.repeats)]
     seconds, rate = sorted(runs)[len(runs) // 2], matmul_rate(torch.bfloat16)

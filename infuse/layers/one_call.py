@@ -150,8 +150,10 @@ class StepCall(BlockCall):
         if inputs.want_weights or inputs.causal is False:
             return None
         native = self.held_program(block)
+        if native is None:
+            return None
         native_inputs = NativeInputs() if mixer is None else mixer.native_inputs(x_BTC, inputs)
-        if native is None or native_inputs is None:
+        if native_inputs is None:
             return None
         if over := self._program.over:
             value = inputs.values[over]

@@ -15,6 +15,8 @@ import infuse
 from infuse.architectures.attention import AttentionShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import NormShape
+from infuse.architectures.short_conv import ShortConvShape
+from infuse.architectures.state_attention import LinearAttentionShape
 from infuse.layers.attention import Attention
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
@@ -159,10 +161,10 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     told = {
         "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
         "q_norm", "k_norm", "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
-        "v_norm", "out_norm", "norm", "lends", "borrows",
+        "v_norm", "out_norm", "norm", "lends", "borrows", "gate",
     }  # fmt: skip
     refused = {
-        "clip", "whole", "head_counts", "causal", "norm_after", "gate",
+        "clip", "whole", "head_counts", "causal", "norm_after",
     }  # fmt: skip  # by Attention.native and Norm.native
     sizes_and_names = {"name", "hidden", "inner", "width", "copies", "inverted_mask", "replaces"}
     sizes_and_names |= {"first_head", "first_kv_head"}
@@ -171,6 +173,10 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     for shape in (AttentionShape, MLPShape, NormShape):
         unknown = {field.name for field in fields(shape)} - told - refused - sizes_and_names - by_call
         assert not unknown, shape
+    told |= {"key_heads", "key_width", "value_width", "sections", "conv", "delta", "beta_factor", "limits", "skip"}
+    others = {"hidden", "channels", "replaces", "inverted_mask", "causal"}
+    for recurrent in (LinearAttentionShape, ShortConvShape):
+        assert not {field.name for field in fields(recurrent)} - told - others, recurrent
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv", "self_attn.out", "mlp.up", "mlp.down", "norm1", "norm2"])
