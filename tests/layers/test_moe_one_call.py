@@ -37,7 +37,6 @@ PART_BY_PART = {
     "phimoe": "sparse mixer",
     "hunyuan-moe": "norms after the rotation",
     "olmoe-clip": "clipped",
-    "afmoe": "output gate",
     "laguna": "output gate",
     "laguna-channels": "output gate",
     **dict.fromkeys(("llama4", "llama4-experts", "llama4-plain", "llama4-even"), "experts whose inputs are weighed"),
@@ -262,7 +261,7 @@ def test_what_shapes_and_rules_can_say_is_known_to_the_call() -> None:
     told = {
         "router", "experts", "shared", "gated", "hidden", "count", "inner", "gate", "bias", "correction", "rule",
         "correction_is_parameter", "groups", "top_k", "normalise", "least", "scale", "has_bias", "width",
-        "jitter", "cap", "up_bias", "down_bias", "combine", "call", "norm", "post", "factor",
+        "jitter", "cap", "up_bias", "down_bias", "combine", "call", "norm", "post", "latent", "factor",
         "weighs_inputs",
     }  # fmt: skip
     for shape in (MoEShape, RouterShape, NormedRouterShape, ExpertsShape):

@@ -635,6 +635,7 @@ _DELTA = dict(
     rms_norm_eps=1e-2,  # a small one makes much of rounding where the first queries and keys are nearly orthogonal
     layer_types=["linear_attention", "full_attention", "linear_attention"],
 )  # fmt: skip
+_WIDE_DELTA = {**_DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 20}  # its norm has an eps of its own
 _DELTA_MOE = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16
 )  # fmt: skip
@@ -662,10 +663,10 @@ HYBRIDS = [
     Family(
         "qwen3_5_moe", t.Qwen3_5MoeTextConfig, t.Qwen3_5MoeForCausalLM, values=dict(GQA, **_DELTA, **_DELTA_MOE)
     ),
-    Family("olmo_hybrid", t.OlmoHybridConfig, t.OlmoHybridForCausalLM, values=dict(GQA, **_DELTA)),
+    Family("olmo_hybrid", t.OlmoHybridConfig, t.OlmoHybridForCausalLM, values=dict(GQA, **_WIDE_DELTA)),
     Family(
         "olmo_hybrid-without-positions", t.OlmoHybridConfig, t.OlmoHybridForCausalLM,
-        values=dict(GQA, **_DELTA, rope_parameters=None, linear_allow_neg_eigval=False),
+        values=dict(GQA, **_WIDE_DELTA, rope_parameters=None, linear_allow_neg_eigval=False),
     ),
     Family(
         "granitemoehybrid", t.GraniteMoeHybridConfig, t.GraniteMoeHybridForCausalLM,
@@ -683,7 +684,9 @@ HYBRIDS = [
     ),
     Family(
         "bamba", t.BambaConfig, t.BambaForCausalLM,
-        values=dict(GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0)),
+        values=dict(
+            GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0), rms_norm_eps=1e-2
+        ),
     ),
     *(
         Family(

@@ -75,7 +75,7 @@ GENERATED = [
 # clipped ones, gates of attention's heads, queries that grow with positions; and latent attention and decays for each
 # channel, which are no steps of programs in C++.
 IN_PARTS = (
-    "stablelm-parallel", "cohere-qk", "olmoe-clip", "afmoe", "laguna", "laguna-channels", "ministral3", "llama4",
+    "stablelm-parallel", "cohere-qk", "olmoe-clip", "laguna", "laguna-channels", "ministral3", "llama4",
     "llama4-experts",
     *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA)),
 )  # fmt: skip
