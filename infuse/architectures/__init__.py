@@ -12,6 +12,7 @@ from torch import nn
 from infuse.architectures import (
     conformer,
     deepseek,
+    falcon_h1,
     gemma4,
     gpt,
     hybrids,
@@ -34,6 +35,7 @@ _FAMILIES = (
     gemma4,
     mixtures,
     deepseek,
+    falcon_h1,
     hybrids,
     kimi,
     mamba,

@@ -641,6 +641,11 @@ _CONVS = dict(layer_types=["conv", "full_attention", "conv"])
 _SPACES = dict(
     mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=4
 )  # fmt: skip
+_MULTIPLIERS = dict(
+    lm_head_multiplier=0.6, embedding_multiplier=1.7, mlp_multipliers=[0.7, 1.3], key_multiplier=0.8,
+    attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_in_multiplier=1.1, ssm_out_multiplier=0.7,
+    ssm_multipliers=[0.6, 1.4, 0.8, 1.2, 0.9],
+)  # fmt: skip
 _SPACE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 HYBRIDS = [
     Family("lfm2", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, block_auto_adjust_ff_dim=False)),
@@ -683,6 +688,17 @@ HYBRIDS = [
     Family(
         "bamba", t.BambaConfig, t.BambaForCausalLM,
         values=dict(GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0)),
+    ),
+    *(
+        Family(
+            f"falcon_h1{name}", t.FalconH1Config, t.FalconH1ForCausalLM,
+            values=dict(GQA, **_SPACES, mamba_d_ssm=96, **more),
+        )
+        for name, more in (
+            ("", dict(_MULTIPLIERS, time_step_limit=(0.3, 2.0))),
+            ("-gated-norm", dict(_MULTIPLIERS, mamba_rms_norm=True, mamba_norm_before_gate=True)),
+            ("-gate-first", dict(mamba_rms_norm=True, mamba_norm_before_gate=False, attention_bias=True)),
+        )
     ),
     *(
         Family(
