@@ -647,6 +647,18 @@ _MULTIPLIERS = dict(
     ssm_multipliers=[0.6, 1.4, 0.8, 1.2, 0.9],
 )  # fmt: skip
 _SPACE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+# Attention and a state space in one layer.
+SPACES_BESIDE = [
+    Family(
+        f"falcon_h1{name}", t.FalconH1Config, t.FalconH1ForCausalLM,
+        values=dict(GQA, **_SPACES, mamba_d_ssm=96, **more),
+    )
+    for name, more in (
+        ("", dict(_MULTIPLIERS, time_step_limit=(0.3, 2.0))),
+        ("-gated-norm", dict(_MULTIPLIERS, mamba_rms_norm=True, mamba_norm_before_gate=True)),
+        ("-gate-first", dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True)),
+    )
+]  # fmt: skip
 HYBRIDS = [
     Family("lfm2", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, block_auto_adjust_ff_dim=False)),
     Family("lfm2-bias", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, conv_bias=True, conv_L_cache=5)),
@@ -688,17 +700,6 @@ HYBRIDS = [
     Family(
         "bamba", t.BambaConfig, t.BambaForCausalLM,
         values=dict(GQA, **_SPACES, attn_layer_indices=[1], mamba_d_ssm=96, time_step_limit=(0.3, 2.0)),
-    ),
-    *(
-        Family(
-            f"falcon_h1{name}", t.FalconH1Config, t.FalconH1ForCausalLM,
-            values=dict(GQA, **_SPACES, mamba_d_ssm=96, **more),
-        )
-        for name, more in (
-            ("", dict(_MULTIPLIERS, time_step_limit=(0.3, 2.0))),
-            ("-gated-norm", dict(_MULTIPLIERS, mamba_rms_norm=True, mamba_norm_before_gate=True)),
-            ("-gate-first", dict(mamba_rms_norm=True, mamba_norm_before_gate=False, attention_bias=True)),
-        )
     ),
     *(
         Family(
@@ -755,6 +756,7 @@ FAMILIES = [
     *MIXTURES,
     *LATENT,
     *HYBRIDS,
+    *SPACES_BESIDE,
     *CHANNEL_DELTA,
     *GPT_LINEAGE,
     *BERT_LINEAGE,

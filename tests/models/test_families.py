@@ -28,7 +28,17 @@ from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from infuse.plan.step import Step
 from infuse.proof.routes import Route, fed, recorded
-from tests.models.families import BY_NAME, CHANNEL_DELTA, DECODERS, FAMILIES, LATENT, LATENT_MIXTURES, MIXTURES, inputs
+from tests.models.families import (
+    BY_NAME,
+    CHANNEL_DELTA,
+    DECODERS,
+    FAMILIES,
+    LATENT,
+    LATENT_MIXTURES,
+    MIXTURES,
+    SPACES_BESIDE,
+    inputs,
+)
 from tests.support.graphed import graphed
 from tests.support.one_calls import calls_noted, part_by_part
 from tests.support.side_by_side import injected, original, pair
@@ -61,11 +71,11 @@ GENERATED = [
 ]
 # Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
 # clipped ones, gates of attention's heads, queries that grow with positions; and latent attention and decays for each
-# channel, which are no steps of programs in C++.
+# channel, which are no steps of programs in C++. Layers of two mixers.
 IN_PARTS = (
     "stablelm-parallel", "cohere-qk", "olmoe-clip", "afmoe", "laguna", "laguna-channels", "ministral3", "llama4",
     "llama4-experts",
-    *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA)),
+    *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA, *SPACES_BESIDE)),
 )  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation, experts whose
 # inputs are weighed.
@@ -77,7 +87,7 @@ NOT_CAPTURED = (
     "ministral3",
     "ministral3-far",
     "mpt",
-    *(family.name for family in (*MIXTURES, *CHANNEL_DELTA)),
+    *(family.name for family in (*MIXTURES, *CHANNEL_DELTA, *SPACES_BESIDE)),
 )
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)
