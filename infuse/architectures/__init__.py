@@ -25,6 +25,7 @@ from infuse.architectures import (
     relative,
     t5,
     towers,
+    zamba2,
 )
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
@@ -45,6 +46,7 @@ _FAMILIES = (
     relative,
     conformer,
     towers,
+    zamba2,
 )
 SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 

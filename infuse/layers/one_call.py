@@ -149,6 +149,8 @@ class StepCall(BlockCall):
             return None
         if inputs.want_weights or inputs.causal is False:
             return None
+        if self._program.without and inputs.values[self._program.without] is not None:
+            return None
         native = self.held_program(block)
         native_inputs = NativeInputs() if mixer is None else mixer.native_inputs(x_BTC, inputs)
         if native is None or native_inputs is None:

@@ -659,6 +659,15 @@ SPACES_BESIDE = [
         ("-gate-first", dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True)),
     )
 ]  # fmt: skip
+# A shared block of attention and MLP, which stays, beside some of the state spaces.
+ZAMBA2 = Family(
+    "zamba2", t.Zamba2Config, t.Zamba2ForCausalLM,
+    values=dict(
+        GQA, num_hidden_layers=4, num_key_value_heads=4, layers_block_type=["linear_attention", "hybrid"] * 2,
+        n_mamba_heads=6, mamba_headdim=16, mamba_d_state=12, mamba_ngroups=2, chunk_size=4, num_mem_blocks=1,
+        use_shared_attention_adapter=True, adapter_rank=6, use_mem_rope=True,
+    ),
+)  # fmt: skip
 HYBRIDS = [
     Family("lfm2", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, block_auto_adjust_ff_dim=False)),
     Family("lfm2-bias", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, conv_bias=True, conv_L_cache=5)),
