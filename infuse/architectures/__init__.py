@@ -12,6 +12,7 @@ from torch import nn
 from infuse.architectures import (
     conformer,
     deepseek,
+    falcon_h1,
     gemma4,
     gpt,
     hybrids,
@@ -24,6 +25,7 @@ from infuse.architectures import (
     relative,
     t5,
     towers,
+    zamba2,
 )
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
@@ -34,6 +36,7 @@ _FAMILIES = (
     gemma4,
     mixtures,
     deepseek,
+    falcon_h1,
     hybrids,
     kimi,
     mamba,
@@ -43,6 +46,7 @@ _FAMILIES = (
     relative,
     conformer,
     towers,
+    zamba2,
 )
 SPECS: tuple[LayerSpec, ...] = tuple(spec for family in _FAMILIES for spec in family.SPECS)
 

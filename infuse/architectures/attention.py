@@ -9,6 +9,7 @@ from typing import Any
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.disentangled import Disentangled, DisentangledShape
+from infuse.architectures.multipliers import Factors, Multipliers
 from infuse.architectures.norm import LAYER, Norm, NormShape
 from infuse.architectures.packing import BLOCKS, Fill, Heads
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
@@ -250,7 +251,8 @@ class Attention:
     mask means hidden. `norm_after`: q_norm and k_norm follow the rotation. `grows`: queries grow with positions
     (Growth). `out_norm`: of the attended heads together, before `out`. `passes`: keywords that the module passes to its
     attention function, each with the attribute (or config key) to pass and, optionally, an attribute that is set only
-    in layers that pass it; others pass None. `by_name`: False if the module computes its scores itself.
+    in layers that pass it; others pass None. `by_name`: False if the module computes its scores itself. `multipliers`:
+    with those of queries, keys and values.
     """
 
     module: str
@@ -278,6 +280,7 @@ class Attention:
     by_name: bool = True
     lends: str = ""
     borrows: Lender | None = None
+    multipliers: Multipliers = Multipliers()
 
     def of_layer(self, layer: Any, config: Any) -> Attention:
         return self
@@ -327,6 +330,7 @@ class Attention:
             out_norm=None if self.out_norm is None else self.out_norm.bind(binder, f"{name}.out_norm"),
             lends=self.lends,
             borrows=self.borrows,
+            factors=self.multipliers.bind(binder, 3),
         )
 
     def _gate(self, binder: Binder, name: str, heads: int, width: int, bias: bool) -> GateShape | None:
@@ -479,6 +483,7 @@ class AttentionShape(MixerShape):
     lends: str = ""
     borrows: Lender | None = None
     first_kv_head: int = 0
+    factors: Factors | None = None
 
     @property
     def merges_gate(self) -> bool:

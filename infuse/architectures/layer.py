@@ -56,7 +56,7 @@ class LayerSpec:
     SANDWICH adds `post1` and `post2` on their outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`:
     arguments that only repeat the mask. `mlp`: None for a layer of a mixer alone. A layer of another shape names its
     further parts in `more` and its steps in `program`; `values` are the arguments of its forward that these steps read.
-    `ends`, `clamps`: as in CallSpec.
+    `ends`, `unread`, `clamps`: as in CallSpec.
     """
 
     layer: str
@@ -79,6 +79,7 @@ class LayerSpec:
     values: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     ends: str = ""
+    unread: tuple[str, ...] = ()
     clamps: bool = False
 
     def but(self, **changes: Any) -> LayerSpec:
@@ -121,6 +122,7 @@ class LayerSpec:
                 values=self.values,
                 returns=self.returns,
                 ends=self.ends,
+                unread=self.unread,
                 clamps=self.clamps,
             ),
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from infuse.activations import Act
 from infuse.architectures.bind import Binder
+from infuse.architectures.multipliers import Factors, Multipliers
 from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, Parameter, PartShape, Share, inside, named
 from infuse.errors import SpecMismatch
@@ -25,13 +26,14 @@ class MLP:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(norm(act(gate(x)) * up(x))); most have no such norm."""
+    """down(norm(act(gate(x)) * up(x))); most have no such norm. `multipliers`: with those of gate and up."""
 
     gate: str
     up: str
     down: str
     activation: str | Act = "hidden_act"
     norm: Norm | None = None
+    multipliers: Multipliers = Multipliers()
 
     @classmethod
     def at(cls, path: str, activation: str | Act = "hidden_act") -> GatedMLP:
@@ -40,7 +42,8 @@ class GatedMLP:
 
     def bind(self, binder: Binder, name: str) -> MLPShape:
         bound = _bind(binder, name, (self.gate, self.up), self.down, self.activation, gated=True)
-        return bound if self.norm is None else replace(bound, norm=self.norm.bind(binder, f"{name}.norm"))
+        norm = None if self.norm is None else self.norm.bind(binder, f"{name}.norm")
+        return replace(bound, norm=norm, factors=self.multipliers.bind(binder, 2))
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class MLPShape(PartShape):
     in_bias: bool
     out_bias: bool
     norm: NormShape | None = None
+    factors: Factors | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

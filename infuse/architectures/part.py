@@ -191,7 +191,9 @@ class MixerShape(PartShape):
     It takes over the settings of the modules at the paths `replaces` in the layer; transformers records the last of
     them by its class. `causal`: no token sees a later one, so earlier tokens can be cached. `inverted_mask`: True in a
     mask means hidden. `takes_scores_mask`: masks are over scores, [B, H or 1, T or 1, L]; if False, they are over
-    tokens, and the mixer checks them itself. `continues`: a prompt in parts gives what it does as a whole.
+    tokens, and the mixer checks them itself. `continues`: a prompt in parts gives what it does as a whole. `beside`:
+    the cache holds its states beside keys and values of the same layer. `mask_argument`: the layer's argument that
+    carries its mask, "" for `attention_mask`.
     """
 
     replaces: tuple[str, ...]
@@ -199,6 +201,8 @@ class MixerShape(PartShape):
     inverted_mask: bool
     takes_scores_mask: ClassVar[bool] = True
     continues: ClassVar[bool] = True
+    beside: bool = False
+    mask_argument: str = ""
 
     @property
     def mask_of_numbers(self) -> bool:

@@ -62,8 +62,9 @@ class Step(NamedTuple):
     """`part` names the block's child that runs, ADD multiplies the branch by `scale`, and `norm` is folded in.
 
     With several streams, `on` is the stream that the step changes. Attention goes `over` another value of the call: a
-    stream, or the states of an encoder. `by` are indices of the stream's vectors, if a time step modulates it: scale
-    and shift of a norm, the gate of an ADD. A NORM without a part is y = x, and ADD leaves y alone.
+    stream, or the states of an encoder. A norm over a value is that of x + value, or of x where None is passed. `by`
+    are indices of the stream's vectors, if a time step modulates it: scale and shift of a norm, the gate of an ADD. A
+    NORM without a part is y = x, and ADD leaves y alone.
     """
 
     does: str
@@ -136,7 +137,7 @@ def merged(program: Program) -> Program:
 
 
 def _fit(add: Step, norm: Step) -> bool:
-    return add.on == norm.on and bool(norm.part) and bool(add.by) == bool(norm.by)
+    return add.on == norm.on and bool(norm.part) and not norm.over and bool(add.by) == bool(norm.by)
 
 
 def carried(program: Program) -> Program:

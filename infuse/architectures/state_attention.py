@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from infuse.architectures.bind import Binder, FoundLinear
+from infuse.architectures.multipliers import Factors, Multipliers
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
 from infuse.architectures.short_conv import CausalConv, ConvShape
 from infuse.errors import SpecMismatch
@@ -75,14 +76,18 @@ class GatedDelta:
 class StateSpace:
     """A state space dual to attention (Mamba-2, arXiv 2405.21060) of the module at the path `module`.
 
-    `norm`: the name of its norm, whose result the gate has multiplied before; layers may have an Identity.
+    `norm`: the name of its norm, of what the gate has multiplied unless its `norm_before_gate` is set; layers may have
+    an Identity. `multipliers`: with those of the sections of `inputs`. `mask`: the layer's argument with its mask.
+    `beside`: layers have attention besides.
     """
 
     module: str
     inputs: tuple[tuple[str, Sections], ...] = (("in_proj", (GATE, V, K, Q, STEP)),)
     norm: str = "norm"
     out: str = "out_proj"
-    multipliers: str = ""
+    multipliers: Multipliers = Multipliers()
+    mask: str = ""
+    beside: bool = False
     by_key_head: ClassVar[bool] = False
 
     def of_layer(self, layer: nn.Module, config: Any) -> StateSpace:
@@ -100,7 +105,8 @@ class StateSpace:
             binder.differ(f"{self.module}.time_step_limit is {limits!r}, not two numbers")
             limits = (0.0, math.inf)
         check_silu(binder, self.module)
-        columns = heads * width
+        columns, norm = heads * width, named(self.module, self.norm)
+        gate_first = not getattr(binder.module(norm, optional=True), "norm_before_gate", False)
         return LinearAttentionShape(
             hidden=into.columns,
             key_heads=groups,
@@ -113,11 +119,12 @@ class StateSpace:
             out_bias=out.bias,
             delta=False,
             limits=(float(limits[0]), float(limits[1])),
-            norm=bind_norm(
-                binder, name, named(self.module, self.norm), columns // max(groups, 1), columns, gate_first=True
-            ),
+            norm=bind_norm(binder, name, norm, columns // max(groups, 1), columns, gate_first=gate_first),
             skip=True,
             replaces=(self.module,),
+            factors=self.multipliers.bind(binder, len(sections)),
+            mask_argument=self.mask,
+            beside=self.beside,
         )._with(binder, name, self.module)
 
 
@@ -229,6 +236,9 @@ class LinearAttentionShape(MixerShape):
     replaces: tuple[str, ...] = ()
     causal: bool = True
     inverted_mask: bool = False
+    factors: Factors | None = None
+    mask_argument: str = ""
+    beside: bool = False
 
     takes_scores_mask: ClassVar[bool] = False
 

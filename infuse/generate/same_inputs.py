@@ -17,6 +17,7 @@ from transformers.generation import GenerationConfig, LogitsProcessor, StoppingC
 
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.runner import GraphRunner, modes
+from infuse.layers.cache import KVCache
 from infuse.layers.slot import Slot
 from infuse.parallel.group import Group
 
@@ -67,7 +68,8 @@ def _cache_state(cache: Any) -> list:
     if isinstance(cache, EncoderDecoderCache):
         self_state, cross_state = _cache_state(cache.self_attention_cache), _cache_state(cache.cross_attention_cache)
         return [*self_state, *cross_state, list(cache.is_updated.values())]
-    return [_slot_state(layer) for layer in cache.layers]
+    layers = cache.slots if isinstance(cache, KVCache) else cache.layers
+    return [_slot_state(layer) for layer in layers]
 
 
 def _slot_state(layer: Any) -> tuple:

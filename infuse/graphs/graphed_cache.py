@@ -41,6 +41,7 @@ class GraphedCache(KVCache):
         with self._pool.backend.turn():  # else another stream may overwrite the tokens while they are copied
             bucket, self.bucket = self.bucket, None
             self.layers = [slot.copied() for slot in bucket.cache.layers] if keep else []
+            self.more = self.more if keep else {}
             self._pool.give_back(bucket)
 
     @interrupts.held_back()  # else the old bucket could be returned twice
@@ -51,11 +52,12 @@ class GraphedCache(KVCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]. With a bucket this is done in place, because graphs hold addresses."""
-        for slot in self.layers:
+        for slot in self.slots:
             (slot.reorder_cache if self.bucket is None else slot.reorder_in_place)(beam_idx)
 
     def __reduce__(self) -> Any:  # a copy holds the tokens without the bucket
-        return _plain, (self._settings, [slot.copied() for slot in self.layers])
+        more = {place: slot.copied() for place, slot in self.more.items()}
+        return _plain, (self._settings, [slot.copied() for slot in self.layers], more)
 
     # -- decode steps
 
@@ -104,7 +106,9 @@ class GraphedCache(KVCache):
         return inputs
 
 
-def _plain(settings: tuple[int, int | None, str | None], layers: list[Slot]) -> KVCache:
+def _plain(
+    settings: tuple[int, int | None, str | None], layers: list[Slot], more: dict[tuple[int, str], Slot]
+) -> KVCache:
     cache = KVCache(*settings)
-    cache.layers = layers
+    cache.layers, cache.more = layers, more
     return cache

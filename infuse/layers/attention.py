@@ -32,6 +32,7 @@ from infuse.layers.disentangled import DisentangledScores
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
 from infuse.layers.mixer import Mixer
+from infuse.layers.multipliers import times, times_sections
 from infuse.layers.named_attention import attribute, is_paged, named_attention
 from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm, scaled
@@ -86,12 +87,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         parts: dict[str, Any] = self._modules
         positions: Positions = parts["positions"]
         self._check(inputs, x_BTC.shape[1] if packed is None else packed.tokens)
-        qkv = direct(parts["qkv"], x_BTC) if norm is None else product(parts["qkv"], x_BTC, norm)
-        gate = None
-        if parts["gate"] is not None:
-            gate = direct(parts["gate"], x_BTC) if norm is None else product(parts["gate"], x_BTC, norm)
-        if shape.merges_gate:
-            qkv, gate = qkv.split((self._all_heads * shape.head_width, shape.heads * shape.head_width), dim=-1)
+        qkv, gate = self._products(x_BTC, norm)
         if packed is not None:
             qkv = packed.spread(qkv)
         batch, tokens, _ = qkv.shape
@@ -138,12 +134,31 @@ class Attention(Mixer[AttentionShape], NativeMixer):
             out = packed.taken(out)
         return self._projected(out, gate, residual), weights
 
+    def _products(self, x_BTC: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values of norm(x), and the output gate, if there is one."""
+        shape, gate = self.shape, None
+        parts: dict[str, Any] = self._modules
+        if shape.factors is not None:
+            x_BTC, norm = times(x_BTC if norm is None else direct(norm, x_BTC), shape.factors.before), None
+        qkv = direct(parts["qkv"], x_BTC) if norm is None else product(parts["qkv"], x_BTC, norm)
+        if parts["gate"] is not None:
+            gate = direct(parts["gate"], x_BTC) if norm is None else product(parts["gate"], x_BTC, norm)
+        if shape.merges_gate:
+            qkv, gate = qkv.split((self._all_heads * shape.head_width, shape.heads * shape.head_width), dim=-1)
+        if shape.factors is not None:
+            widths = (shape.heads * shape.head_width, *(shape.kv_heads * shape.head_width,) * 2)
+            qkv = times_sections(qkv, shape.factors, widths)
+        return qkv, gate
+
     def _projected(self, out: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
         """Normalise and gate the heads, and multiply them with the last matrix."""
         last: Any = self._modules["out"]
         out = self._out_normed(out)
         if gate is not None and self.shape.gate is not None:
             out = gated(self.shape.gate, out, gate)
+        if self.shape.factors is not None:
+            out = times(direct(last, out), self.shape.factors.after)
+            return out if residual is None else residual + out
         return direct(last, out) if residual is None else product(last, out, None, residual)
 
     def native(self, to: PartWriter) -> None:
@@ -151,6 +166,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         decline_if(
             {
                 "q, k and v are clipped": shape.clip,
+                "attention has multipliers": shape.factors is not None,
                 "q and k are normalised after the rotation": shape.norm_after,
                 "attention's output gate is no sigmoid": shape.gate is not None and shape.gate.function != GATE_SIGMOID,
                 "an encoder normalises values or heads": to.of_encoder and (shape.v_norm or shape.out_norm),

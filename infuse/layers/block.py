@@ -88,7 +88,7 @@ class Block(InferenceModule):
         mixers = shape.mixers.values()
         self._heads = max((mixer.all_heads for mixer in mixers), default=1)
         self._inverted_mask = any(mixer.inverted_mask for mixer in mixers)
-        self._takes_scores_mask = all(mixer.takes_scores_mask for mixer in mixers)
+        self._takes_scores_mask = all(mixer.takes_scores_mask or mixer.mask_argument for mixer in mixers)
         self._mask_of_numbers = any(mixer.mask_of_numbers for mixer in mixers)
         self._bias_argument = next((mixer.bias_argument for mixer in mixers if mixer.bias_argument), None)
         self._index, self._layer, self._values = index, layer, shape.call.values

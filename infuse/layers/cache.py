@@ -107,7 +107,7 @@ class KVCache(Cache):
 
         Layers with a recurrent state can only go back to their last snapshot, or to zero tokens.
         """
-        held = [slot for slot in self.layers if slot.is_initialized]  # the others keep a place for a layer without one
+        held = [slot for slot in self.slots if slot.is_initialized]  # the others keep a place for a layer without one
         kept = min((slot.rewind(tokens) for slot in held), default=0)
         for slot in held:
             if slot.rewind(kept) != kept:

@@ -88,7 +88,10 @@ class Mixer(InferenceModule, Generic[Shape]):
         """
         cache = inputs.cache
         if cache is None or isinstance(cache, KVCache):
-            return None if cache is None else cache.slot(self.index, StateSlot)
+            if cache is None:
+                return None
+            beside = self.shape.beside
+            return cache.slot_of(self.index, self._name, StateSlot) if beside else cache.slot(self.index, StateSlot)
         layer = cache.layers[self.index] if self.index < len(cache.layers) else None
         if not hasattr(layer, "recurrent_states"):
             raise UnsupportedCall(

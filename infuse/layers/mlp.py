@@ -11,6 +11,7 @@ from infuse.architectures.mlp import MLPShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import Settled
 from infuse.layers.linear import direct, product, takes_around
+from infuse.layers.multipliers import times, times_sections
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm, scaled
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
@@ -27,6 +28,7 @@ class MLP(Settled, NativePart):
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
         self.activation, self.gated = shape.activation, shape.gated
+        self._factors, self._widths = shape.factors, (shape.inner, shape.inner)
         self._group, self._name = context.group, context.name
         self.up, self.down = context.linear(up), context.linear(down)
         self.add_module("norm", Norm(shape.norm, bodies) if shape.norm else None)
@@ -37,13 +39,19 @@ class MLP(Settled, NativePart):
     def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
         """Compute residual + self(norm(x)), in two ops if the modules inside have no hooks."""
         held: dict[str, Any] = self._modules
-        up = held["up"]
-        if takes_around(up):
+        up, factors = held["up"], self._factors
+        if factors is not None:
+            x = times(x if norm is None else direct(norm, x), factors.before)
+            inner = self._act(times_sections(direct(up, x), factors, self._widths), self.activation)
+        elif takes_around(up):
             inner = product(up, x, norm, None, self.activation, self.gated)
         else:
             inner = self._act(product(up, x, norm), self.activation)
         if held["norm"] is not None:
             inner = self._normed(inner, held["norm"])
+        if factors is not None:
+            out = times(direct(held["down"], inner), factors.after)
+            return out if residual is None else residual + out
         return product(held["down"], inner, None, residual)
 
     def _normed(self, inner: Tensor, norm: Norm) -> Tensor:
@@ -53,7 +61,12 @@ class MLP(Settled, NativePart):
         return scaled(inner, norm, self._group.all_reduce(squares, f"the norm of {self._name}"))
 
     def native(self, to: PartWriter) -> None:
-        decline_if({"an encoder's MLP has a norm inside": to.of_encoder and self._modules["norm"] is not None})
+        decline_if(
+            {
+                "an encoder's MLP has a norm inside": to.of_encoder and self._modules["norm"] is not None,
+                "an MLP has multipliers": self._factors is not None,
+            }
+        )
         to.put(act=ACTIVATION_NUMBERS[self.activation], gated=self.gated)
         to.part("up")
         to.part("down")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from infuse.architectures.program import Step
+from infuse.architectures.program import NORM, Step
 from infuse.layers.inputs import Inputs
 from infuse.native import kernels
 
@@ -95,13 +95,14 @@ class ProgramText:
     """A program being written: its text, the modules and tensors that it names, and what must hold in each call.
 
     `machine`: FEW_TOKENS or ENCODER. `whole`: it runs all blocks of a model, and holds their storages. `over`: what a
-    step goes over.
+    step goes over. `without`: the value that a norm would add, which must be None.
     """
 
     machine: str
     roots: int
     whole: bool = False
     over: str = ""
+    without: str = ""
     nodes: list[Node] = field(default_factory=list)
     tensors: list[Place] = field(default_factory=list)
     absent: list[Place] = field(default_factory=list)  # what must stay None
@@ -117,7 +118,9 @@ class ProgramText:
 
     def step(self, step: Step, owner: int, block: nn.Module) -> None:
         """Write a step of a block, the root of index `owner`."""
-        if step.over:
+        if step.over and step.does == NORM and not (self.whole or self.machine == ENCODER or self.without):
+            self.without = step.over
+        elif step.over:
             takes_value = getattr(block._modules[step.part], "takes_value", False)
             if not takes_value or self.whole or self.machine == ENCODER or self.over:
                 raise NotNative(f"{step.part} goes over {step.over}")

@@ -149,6 +149,8 @@ class StepCall(BlockCall):
             return None
         if inputs.want_weights or inputs.causal is False:
             return None
+        if self._program.without and inputs.values[self._program.without] is not None:
+            return None
         native = self.held_program(block)
         if native is None:
             return None

@@ -113,6 +113,11 @@ def _norm(name: str, s: Stream, parts: Parts) -> None:
     s.y = direct(parts[name], s.x) if name else s.x
 
 
+def _norm_of_sum(name: str, over: str, s: Stream, parts: Parts) -> None:
+    value = s.inputs.values[over]
+    s.y = direct(parts[name], s.x if value is None else s.x + value)
+
+
 def _norm_stream(name: str, s: Stream, parts: Parts) -> None:
     s.x = s.y = direct(parts[name], s.x)
 
@@ -187,7 +192,7 @@ def _add_norm_stream(name: str, scale: float, s: Stream, parts: Parts) -> None:
 
 _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
     {
-        NORM: lambda step, _: partial(_norm, step.part),
+        NORM: lambda step, _: partial(_norm_of_sum, step.part, step.over) if step.over else partial(_norm, step.part),
         NORM_STREAM: lambda step, _: partial(_norm_stream, step.part),
         NORM_BRANCH: lambda step, _: partial(_norm_branch, step.part),
         ATTENTION: lambda step, _: partial(_over, step.part, step.over) if step.over else partial(_mix, step.part),

@@ -55,13 +55,14 @@ class Recurrent(Mixer[Shape], NativeMixer):
 
     def masked(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:
         """x with zeros where the mask says padding."""
-        mask = inputs.mask
+        name = self.shape.mask_argument
+        mask = inputs.values[name] if name else inputs.mask
         if mask is None:
             return x_BTC
         if mask.shape != x_BTC.shape[:2]:
             raise UnsupportedCall(
-                f"attention_mask has shape {[*mask.shape]}; this layer takes [batch, tokens] of the new tokens, which "
-                f"are {[*x_BTC.shape[:2]]}"
+                f"{name or 'attention_mask'} has shape {[*mask.shape]}; this layer takes [batch, tokens] of the new "
+                f"tokens, which are {[*x_BTC.shape[:2]]}"
             )
         return (x_BTC * mask[:, :, None]).to(x_BTC.dtype)
 

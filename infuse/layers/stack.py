@@ -56,6 +56,8 @@ class StackCall(OneCall):
         mixers = [next((block._modules[name] for name in block.shape.mixers), None) for block in blocks]
         attentions: list[Any] = [each for each in mixers if each is not None and not isinstance(each, Recurrent)]
         attns = [mixer.shape for mixer in attentions]
+        if any(each.shape.beside for each in mixers if each is not None):
+            return None
         if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
             return None
         if any(attn.lends or attn.borrows is not None for attn in attns):

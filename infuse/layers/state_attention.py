@@ -17,6 +17,7 @@ from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAtte
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
+from infuse.layers.multipliers import times, times_sections
 from infuse.layers.native_part import PartWriter, decline_if
 from infuse.layers.recurrent import Recurrent, empty
 from infuse.layers.slot import CONV, STATE
@@ -46,23 +47,30 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         shape, (batch, tokens, _) = self.shape, x_BTC.shape
         parts: dict[str, Any] = self._modules
         slot, before = self.begin(x_BTC, inputs)
-        of = self._sections(direct(parts["in"], self.masked(x_BTC, inputs)))
+        factors, x_BTC = shape.factors, self.masked(x_BTC, inputs)
+        if factors is None:
+            projected = direct(parts["in"], x_BTC)
+        else:
+            projected = direct(parts["in"], times(x_BTC, factors.before))
+            projected = times_sections(projected, factors, [*shape.rows.values()])
+        of = self._sections(projected)
         seen = of["convolved"]
         convolved, conv = self.convolved(seen, before.get(CONV))
         if not shape.delta:
             convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
         q, k, v = self._heads(convolved)
         decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
-        factor, scale, delta = self._parameters["D"], shape.scale, shape.delta
-        skip = None if factor is None else factor.float()
-        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
+        through, scale, delta = self._parameters["D"], shape.scale, shape.delta
+        skip = None if through is None else through.float()
+        read, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
         self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
         norm = shape.norm
         y = self._norm(
-            out.view(batch, tokens, -1), of[GATE], self._parameters["norm"], norm.width, norm.eps, norm.gate_first,
+            read.view(batch, tokens, -1), of[GATE], self._parameters["norm"], norm.width, norm.eps, norm.gate_first,
             norm.sigmoid,
         )  # fmt: skip
-        return direct(parts["out"], y), None
+        out = direct(parts["out"], y)
+        return out if factors is None else times(out, factors.after), None
 
     def _sections(self, projected: Tensor) -> dict[str, Tensor]:
         """The sections of the first product; those that are convolved together, as one."""
@@ -96,7 +104,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def native(self, to: PartWriter) -> None:
         shape, norm = self.shape, self.shape.norm
         least, most = shape.limits
-        decline_if({"an encoder has no states": to.of_encoder})
+        decline_if({"an encoder has no states": to.of_encoder, "it has multipliers": shape.factors is not None})
         to.put(heads=shape.heads, key_heads=shape.key_heads, key_width=shape.key_width, value_width=shape.value_width)
         starts, at = {}, 0
         for section, rows in shape.rows.items():

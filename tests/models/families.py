@@ -643,7 +643,33 @@ _CONVS = dict(layer_types=["conv", "full_attention", "conv"])
 _SPACES = dict(
     mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=4
 )  # fmt: skip
+_MULTIPLIERS = dict(
+    lm_head_multiplier=0.6, embedding_multiplier=1.7, mlp_multipliers=[0.7, 1.3], key_multiplier=0.8,
+    attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_in_multiplier=1.1, ssm_out_multiplier=0.7,
+    ssm_multipliers=[0.6, 1.4, 0.8, 1.2, 0.9],
+)  # fmt: skip
 _SPACE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+# Attention and a state space in one layer.
+SPACES_BESIDE = [
+    Family(
+        f"falcon_h1{name}", t.FalconH1Config, t.FalconH1ForCausalLM,
+        values=dict(GQA, **_SPACES, mamba_d_ssm=96, **more),
+    )
+    for name, more in (
+        ("", dict(_MULTIPLIERS, time_step_limit=(0.3, 2.0))),
+        ("-gated-norm", dict(_MULTIPLIERS, mamba_rms_norm=True, mamba_norm_before_gate=True)),
+        ("-gate-first", dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True)),
+    )
+]  # fmt: skip
+# A shared block of attention and MLP, which stays, beside some of the state spaces.
+ZAMBA2 = Family(
+    "zamba2", t.Zamba2Config, t.Zamba2ForCausalLM,
+    values=dict(
+        GQA, num_hidden_layers=4, num_key_value_heads=4, layers_block_type=["linear_attention", "hybrid"] * 2,
+        n_mamba_heads=6, mamba_headdim=16, mamba_d_state=12, mamba_ngroups=2, chunk_size=4, num_mem_blocks=1,
+        use_shared_attention_adapter=True, adapter_rank=6, use_mem_rope=True,
+    ),
+)  # fmt: skip
 HYBRIDS = [
     Family("lfm2", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, block_auto_adjust_ff_dim=False)),
     Family("lfm2-bias", t.Lfm2Config, t.Lfm2ForCausalLM, values=dict(GQA, **_CONVS, conv_bias=True, conv_L_cache=5)),
@@ -770,6 +796,7 @@ FAMILIES = [
     *MIXTURES,
     *LATENT,
     *HYBRIDS,
+    *SPACES_BESIDE,
     *CHANNEL_DELTA,
     *JAMBA,
     *GPT_LINEAGE,

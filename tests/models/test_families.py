@@ -39,6 +39,7 @@ from tests.models.families import (
     LATENT,
     LATENT_MIXTURES,
     MIXTURES,
+    SPACES_BESIDE,
     inputs,
 )
 from tests.support.graphed import graphed
@@ -73,11 +74,11 @@ GENERATED = [
 ]
 # Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
 # clipped ones, gates of attention's heads, queries that grow with positions; and latent attention and decays for each
-# channel, which are no steps of programs in C++.
+# channel, which are no steps of programs in C++. Layers of two mixers.
 IN_PARTS = (
     "stablelm-parallel", "cohere-qk", "olmoe-clip", "laguna", "laguna-channels", "ministral3", "llama4",
     "llama4-experts",
-    *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA)),
+    *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA, *SPACES_BESIDE)),
 )  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation, experts whose
 # inputs are weighed.
@@ -89,7 +90,7 @@ NOT_CAPTURED = (
     "ministral3",
     "ministral3-far",
     "mpt",
-    *(family.name for family in (*MIXTURES, *HYBRIDS, *CHANNEL_DELTA, *JAMBA)),
+    *(family.name for family in (*MIXTURES, *HYBRIDS, *CHANNEL_DELTA, *JAMBA, *SPACES_BESIDE)),
 )
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)

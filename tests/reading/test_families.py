@@ -47,6 +47,7 @@ WRITTEN: Mapping[str, str] = MappingProxyType(
         "DebertaV2Layer": "masked_fill",
         "KimiLinearDecoderLayer": "has experts|reaches",
         "BailingHybridDecoderLayer": "has experts|reaches",
+        "FalconH1DecoderLayer": "cannot be traced",
     }
 )
 

@@ -1,0 +1,72 @@
+"""Zamba2: its state spaces become blocks, also in the layers whose shared block of attention and MLP stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import infuse
+from infuse.layers.block import Block
+from infuse.layers.cache import KVCache
+from infuse.layers.one_call import StepCall
+from infuse.layers.slot import KVSlot, StateSlot
+from infuse.native import kernels
+from tests.models.families import ZAMBA2, inputs
+from tests.support.one_calls import calls_noted
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": dict(num_beams=3),
+    "sampling": dict(do_sample=True, top_k=20),
+    "in parts": dict(prefill_chunk_size=4),
+    "without a cache": dict(use_cache=False),
+    "static": dict(cache_implementation="static"),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> infuse.InferenceEngine:
+    return infuse.init_inference(ZAMBA2.make(), dtype="fp32", replace_with_kernel_inject=True)
+
+
+def test_each_state_space_is_a_block_and_plain_ones_run_in_one_call(
+    engine: infuse.InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [path for path, module in engine.module.named_modules() if isinstance(module, Block)]
+    wanted = ["model.layers.0", "model.layers.1.mamba_decoder", "model.layers.2", "model.layers.3.mamba_decoder"]
+    assert blocks == wanted
+    if isinstance(kernels(), str):
+        return
+    taken = calls_noted(StepCall, monkeypatch)
+    engine.generate(**inputs(ZAMBA2), max_new_tokens=3, do_sample=False)
+    assert taken == [False] * 4 + [True, False] * 4  # the prompt, and two steps
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generated_tokens(mode: str, engine: infuse.InferenceEngine) -> None:
+    given, original = inputs(ZAMBA2, tokens=9, padding="left", seed=4), ZAMBA2.make()
+    torch.manual_seed(5)
+    wanted = original.generate(**given, max_new_tokens=8, **MODES[mode])  # type: ignore[operator]
+    torch.manual_seed(5)
+    assert torch.equal(engine.generate(**given, max_new_tokens=8, **MODES[mode]), wanted)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_steps_on_a_cache(ours: bool, engine: infuse.InferenceEngine) -> None:
+    original: Any = ZAMBA2.make()
+    ids = inputs(ZAMBA2, tokens=12)["input_ids"]
+    cache, own = KVCache() if ours else DynamicCache(config=original.config), DynamicCache(config=original.config)
+    for start, stop in ((0, 7), (7, 10), (10, 11), (11, 12)):
+        with torch.no_grad():
+            wanted = original(ids[:, start:stop], past_key_values=own).logits
+            found = engine(ids[:, start:stop], past_key_values=cache).logits
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+    if isinstance(cache, KVCache):
+        assert [type(slot) for slot in cache.layers] == [StateSlot, KVSlot] * 2
+        assert {place: type(slot) for place, slot in cache.more.items()} == {
+            (1, "mamba"): StateSlot,
+            (3, "mamba"): StateSlot,
+        }
