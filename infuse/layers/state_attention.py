@@ -9,8 +9,9 @@ import math
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from infuse import ops
 from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
@@ -57,12 +58,17 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         skip = None if factor is None else factor.float()
         out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
         self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
-        norm = shape.norm
-        y = self._norm(
-            out.view(batch, tokens, -1), of[GATE], self._parameters["norm"], norm.width, norm.eps, norm.gate_first,
-            norm.sigmoid,
-        )  # fmt: skip
-        return direct(parts["out"], y), None
+        return direct(parts["out"], self._normed(out.view(batch, tokens, -1), of[GATE])), None
+
+    def _normed(self, out_BTN: Tensor, gate_BTN: Tensor) -> Tensor:
+        norm, weight = self.shape.norm, self._parameters["norm"]
+        if weight is None or not norm.shared_by:
+            return self._norm(out_BTN, gate_BTN, weight, norm.width, norm.eps, norm.gate_first, norm.sigmoid)
+        y = out_BTN.float() * silu(gate_BTN.float())
+        squares = y.new_zeros(*y.shape[:2], norm.shared_by)
+        squares[..., norm.place] = y.square().sum(-1)
+        squares = self._group.all_reduce(squares, f"norm of {self._name}")[..., norm.place, None]
+        return (y * torch.rsqrt(squares / norm.width + norm.eps) * weight.float()).to(out_BTN.dtype)
 
     def _sections(self, projected: Tensor) -> dict[str, Tensor]:
         """The sections of the first product; those that are convolved together, as one."""
@@ -96,7 +102,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def native(self, to: PartWriter) -> None:
         shape, norm = self.shape, self.shape.norm
         least, most = shape.limits
-        decline_if({"an encoder has no states": to.of_encoder})
+        decline_if({"an encoder has no states": to.of_encoder, "ranks share a norm": norm.shared_by})
         to.put(heads=shape.heads, key_heads=shape.key_heads, key_width=shape.key_width, value_width=shape.value_width)
         starts, at = {}, 0
         for section, rows in shape.rows.items():
