@@ -6,6 +6,7 @@ Suffixes: B batch, T new tokens, H heads, C hidden width.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.nn.functional import silu, softplus
 from infuse import ops
 from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
 from infuse.layers.build_context import BuildContext
-from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.native_part import PartWriter, decline_if
 from infuse.layers.recurrent import Recurrent, empty
@@ -26,8 +26,6 @@ _STATE_SPACE_TURNED = MappingProxyType({CONV: (1, 2), STATE: (2, 3)})
 
 
 class LinearAttention(Recurrent[LinearAttentionShape]):
-    """`forward` returns (output [B, T, C], None)."""
-
     struct, mixed = "linear_attention", True
 
     def __init__(self, shape: LinearAttentionShape, context: BuildContext):
@@ -43,22 +41,26 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
-        shape, (batch, tokens, _) = self.shape, x_BTC.shape
-        parts: dict[str, Any] = self._modules
-        slot, before = self.begin(x_BTC, inputs)
-        of = self._sections(direct(parts["in"], self.masked(x_BTC, inputs)))
-        seen = of["convolved"]
-        convolved, conv = self.convolved(seen, before.get(CONV))
+    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        into: Any = self._modules["in"]
+        return (direct(into, x_BTC),)
+
+    def over_time(
+        self, made: tuple[Tensor, ...], before: Mapping[str, Tensor], mask_BT: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        shape, of, tokens = self.shape, self._sections(*made), made[0].shape[1]
+        convolved, conv = self.convolved(of["convolved"], before.get(CONV))
         if not shape.delta:
-            convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
+            convolved = self.masked(convolved, mask_BT)  # the convolution's bias is in padding, too
         q, k, v = self._heads(convolved)
         decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
         factor, scale, delta = self._parameters["D"], shape.scale, shape.delta
         skip = None if factor is None else factor.float()
         out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
-        self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
-        return direct(parts["out"], self._normed(out.view(batch, tokens, -1), of[GATE])), None
+        return self._normed(out.flatten(2), of[GATE]), {CONV: conv, STATE: state}
+
+    def seen(self, made: tuple[Tensor, ...]) -> Tensor:
+        return self._sections(*made)["convolved"]
 
     def _normed(self, out_BTN: Tensor, gate_BTN: Tensor) -> Tensor:
         norm, weight = self.shape.norm, self._parameters["norm"]
