@@ -200,7 +200,8 @@ def bind_norm(binder: Binder, name: str, path: str, width: int, columns: int, *,
 class GatedNormShape:
     """A norm of each `width` columns with a gate; its weight, if `there`, has `columns`. Without one, the gate alone.
 
-    `gate_first`: the gate multiplies what is normalised. `sigmoid`: of the gate, else SiLU.
+    `gate_first`: the gate multiplies what is normalised. `sigmoid`: of the gate, else SiLU. If ranks share the columns
+    of a norm, `shared_by` is the number of norms on all ranks, and `place` the index of this rank's.
     """
 
     width: int
@@ -209,6 +210,8 @@ class GatedNormShape:
     gate_first: bool
     there: bool
     sigmoid: bool = False
+    shared_by: int = 0
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -300,9 +303,10 @@ class LinearAttentionShape(MixerShape):
     def of_rank(self, share: Share) -> LinearAttentionShape:
         heads, key_heads, norm = share.count(HEADS), share.count(KV_HEADS), self.norm
         if norm.there and norm.columns > self.value_width:
-            if norm.width != (self.heads // self.key_heads) * self.value_width or key_heads * norm.width != (
-                heads * self.value_width
-            ):
-                raise SpecMismatch("its norm", [f"a norm over {norm.width} columns, which ranks would share"])
-            norm = replace(norm, columns=heads * self.value_width)
+            columns = heads * self.value_width
+            if norm.width * self.key_heads != norm.columns:
+                raise SpecMismatch("its norm", [f"a norm over {norm.width} columns, which are not one group's heads"])
+            norm = replace(norm, columns=columns)
+            if self.key_heads < len(share.ranges[KV_HEADS]):  # then each rank has heads of one group
+                norm = replace(norm, shared_by=self.key_heads, place=share.own[KV_HEADS][0])
         return replace(self, heads=heads, key_heads=key_heads, norm=norm, out_bias=self.out_bias and share.is_first)

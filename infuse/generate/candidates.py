@@ -107,10 +107,10 @@ class Draft:
             tokens_BT, last = self._choose(scores_BV)
             ids = torch.cat((ids, tokens_BT), dim=1)
             drawn_from.append(scores_BV)
+            if len(drawn_from) == 1:  # later tokens may be rejected
+                self._cache.snapshot(each=True)
             if last or len(drawn_from) == count:
                 break
-            if len(drawn_from) == 1:  # later tokens may be rejected
-                self._cache.snapshot()
             self._steps.advance(tokens_BT, ids)
         return ids, torch.stack(drawn_from, dim=1) if self._config.do_sample else None
 

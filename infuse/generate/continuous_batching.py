@@ -43,15 +43,20 @@ def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwa
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make transformers' manager of requests. Its `add_request` raises ContextLimitError beyond `max_out_tokens`.
 
-    Raise NotAvailable on several ranks, and UnsupportedCall if a layer's attention cannot read a paged cache.
+    Raise NotAvailable on several ranks, and UnsupportedCall if a layer keeps a state or cannot read a paged cache.
     """
     ranks, limit_tokens = self._infuse.group.size, self._infuse.limit_tokens
     if ranks > 1:
         raise NotAvailable(
             f"continuous batching over {ranks} ranks: each would schedule by itself; use generate(), or one rank"
         )
-    attentions = [part for part in self.modules() if isinstance(part, Mixer)]
-    if unsupported := sorted({type(part).__name__ for part in attentions if not calls_by_name(part)}):
+    mixers = [part for part in self.modules() if isinstance(part, Mixer)]
+    if stateful := sorted({type(part).__name__ for part in mixers if part.shape.state_values}):
+        raise UnsupportedCall(
+            "continuous batching: transformers' paged cache holds keys and values alone, and "
+            f"{', '.join(stateful)} keeps a state: use generate(), whose batches may be padded"
+        )
+    if unsupported := sorted({type(part).__name__ for part in mixers if not calls_by_name(part)}):
         raise UnsupportedCall(
             f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(unsupported)} "
             "has one of its own, which does not: use generate(), whose batches may be padded"

@@ -61,6 +61,7 @@ _FIRST_ARGUMENT = ("inputs",)  # of generate
 _SPECULATE = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 _ASSISTANT, _LOOP = "assistant_model", "custom_generate"
 _ASSISTANTS = (_ASSISTANT, "tokenizer", "assistant_tokenizer")
+_STATEFUL = "_is_stateful"  # an attribute of models that transformers lets no candidates be verified for
 
 
 # Layers of transformers' caches that hold keys and values, or nothing: these take another layer's.
@@ -137,6 +138,8 @@ def install(
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         # Not a bound method, which would unpickle as the class's own.
         module.generate = partial(generate, module)  # type: ignore[assignment]
+        if caches and hasattr(module, _STATEFUL):
+            setattr(module, _STATEFUL, False)
     install_continuous(module)
     fix_vocabulary(module)
     handles = []
@@ -158,7 +161,7 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
     """Remove everything that `install` has installed."""
     for handle in handles:
         handle.remove()
-    for name in ("_infuse", "generate", *NAMES):
+    for name in ("_infuse", "generate", _STATEFUL, *NAMES):
         vars(module).pop(name, None)
     for part in module.modules():
         forward = vars(part).get("forward")
@@ -308,7 +311,11 @@ class _Asked:
         # Attentions have a column for each cached key, and transformers' own caches drop keys outside the window.
         if self._kwargs.get(_LOOP) is not None or self.value("output_attentions") or not _accepts_cache(self._model):
             return False
-        return self.value("use_cache") is not False and self.value("cache_implementation") is None
+        if self.value("use_cache") is False or self.value("cache_implementation") is not None:
+            return False
+        # transformers' loop verifies candidates together with the prompt, and states of its tokens are not kept.
+        verifies = any(self.value(name) is not None for name in _SPECULATE)
+        return not (verifies and _has_states(self._model) and self.own_loop() is None)
 
     def own_loop(self) -> Callable[..., Any] | None:
         """Return our loop for this: greedy search or sampling, speculative or plain; None for transformers' loops."""
@@ -341,6 +348,10 @@ class _Asked:
         if new is None and total is not None:
             return total
         return prompt + (_DEFAULT_NEW_TOKENS if new is None else new)
+
+
+def _has_states(model: Any) -> bool:
+    return any(isinstance(part, Mixer) and part.shape.state_values for part in model.modules())
 
 
 def _holds_all_states(model: Any) -> bool:

@@ -131,7 +131,7 @@ class _Search:
         """Return the logits after the last token and after each candidate, [1, N, V]."""
         count = len(candidates)
         if self._begun:
-            self._cache.snapshot()
+            self._cache.snapshot(each=True)
             self._steps.advance(ids[:, -count - 1 - self._dropped :], ids)
             return self._steps.logits(count + 1)[:, -count - 1 :]
         self._begun = True
@@ -139,7 +139,7 @@ class _Search:
         certain = not self._config.do_sample and not self._processed and self._group.size == 1
         if not candidates or (certain and int(logits_BNV.argmax()) != candidates[0]):
             return logits_BNV
-        self._cache.snapshot()
+        self._cache.snapshot(each=True)
         self._steps.advance(ids[:, -count:], ids)
         return torch.cat((logits_BNV, self._steps.logits(count)[:, -count:]), dim=1)
 
@@ -178,7 +178,7 @@ class _Search:
         self.ids = ids[:, : before + count]
         if rejected := self.scores_BNV.shape[1] - count:
             wanted = self._cache.get_seq_length() - rejected
-            self._dropped = wanted - self._cache.rewind(wanted)  # a recurrence's state goes back further
+            self._dropped = wanted - self._cache.rewind(wanted)  # further, if a part keeps one state of several tokens
         else:
             self._dropped = 0
         if self._config.return_dict_in_generate and self._config.output_scores:
@@ -195,6 +195,7 @@ class _Search:
     def result(self) -> Any:
         """The token ids, or transformers' record of them with scores and logits if they were asked for."""
         config = self._config
+        self._cache.snapshot()  # states before it are not kept any longer
         if not config.return_dict_in_generate:
             return ordinary(self.ids)
         made: dict[str, Any] = {"sequences": ordinary(self.ids), CACHE_NAME: self._cache}

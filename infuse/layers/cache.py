@@ -97,22 +97,23 @@ class KVCache(Cache):
         for slot in self.slots:
             slot.batch_select_indices(indices)
 
-    def snapshot(self) -> None:
-        """Mark a point that `rewind` can return to."""
+    def snapshot(self, *, each: bool = False) -> None:
+        """Mark a point that `rewind` can return to; with `each`, the same after each later token, until the next call.
+
+        A recurrence keeps its state at each of these points.
+        """
         for slot in self.slots:
-            slot.snapshot()
+            slot.snapshot(each=each)
 
     def rewind(self, tokens: int) -> int:
         """Drop the last tokens so that at most `tokens` are left; return how many are left.
 
-        Layers with a recurrent state can only go back to their last snapshot, or to zero tokens.
+        Layers with a recurrent state can only go back to the points that `snapshot` marked, or to zero tokens.
         """
         held = [slot for slot in self.slots if slot.is_initialized]  # the others keep a place for a layer without one
-        kept = min((slot.rewind(tokens) for slot in held), default=0)
-        for slot in held:
-            if slot.rewind(kept) != kept:
-                return self.rewind(0) if kept else 0
-        return kept
+        while (left := min((slot.rewind(tokens) for slot in held), default=0)) != tokens:
+            tokens = left  # until all layers have a point of as many tokens
+        return tokens
 
     def crop_rows(self, lengths: Tensor) -> None:
         """Keep the first lengths[b] tokens of row b ([B] integers) in every layer: a right-padded batch becomes dense.

@@ -6,6 +6,7 @@ Suffixes: B batch, T new tokens, C hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.nn.functional import softplus
 from infuse import ops
 from infuse.architectures.channel_delta import ChannelDeltaShape
 from infuse.layers.build_context import BuildContext
-from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.native_part import NotNative, PartWriter
 from infuse.layers.recurrent import Recurrent, empty
@@ -23,8 +23,6 @@ from infuse.layers.slot import CONV, STATE
 
 
 class ChannelDelta(Recurrent[ChannelDeltaShape]):
-    """`forward` returns (output [B, T, C], None)."""
-
     struct, mixed = "channel_delta", True
 
     def __init__(self, shape: ChannelDeltaShape, context: BuildContext):
@@ -36,25 +34,7 @@ class ChannelDelta(Recurrent[ChannelDeltaShape]):
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
-        shape = self.shape
-        parts: dict[str, Any] = self._modules
-        slot, before = self.begin(x_BTC, inputs)
-        x_BTC = self.masked(x_BTC, inputs)
-        seen, beta, decay, gate = self._projected(x_BTC)
-        convolved, conv = self.convolved(seen, before.get(CONV))
-        q, k, v = convolved.unflatten(-1, (3, shape.heads, shape.width)).unbind(2)
-        decay = self._decay(decay.unflatten(-1, (shape.heads, -1)), x_BTC.dtype)
-        beta = beta.float().sigmoid()
-        out, state = self._scan(q, k, v, decay, beta, None, before.get(STATE), shape.scale, True, True)
-        self.end(slot, x_BTC.shape[1], {CONV: conv, STATE: state}, lambda: seen)
-        norm = shape.norm
-        y = self._norm(
-            out.flatten(2), gate, self._parameters["norm"], norm.width, norm.eps, norm.gate_first, norm.sigmoid
-        )
-        return direct(parts["out"], y), None
-
-    def _projected(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         """What the convolution sees, and what beta, decay and gate are made of."""
         shape = self.shape
         parts: dict[str, Any] = self._modules
@@ -68,6 +48,22 @@ class ChannelDelta(Recurrent[ChannelDeltaShape]):
             for target, rank in zip(("decay", "gate"), ranks, strict=True)
         )
         return seen, beta, decay, gate
+
+    def over_time(
+        self, made: tuple[Tensor, ...], before: Mapping[str, Tensor], mask_BT: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        shape, (seen, beta, decay, gate) = self.shape, made
+        convolved, conv = self.convolved(seen, before.get(CONV))
+        q, k, v = convolved.unflatten(-1, (3, shape.heads, shape.width)).unbind(2)
+        decay = self._decay(decay.unflatten(-1, (shape.heads, -1)), seen.dtype)
+        beta = beta.float().sigmoid()
+        out, state = self._scan(q, k, v, decay, beta, None, before.get(STATE), shape.scale, True, True)
+        norm, weight = shape.norm, self._parameters["norm"]
+        y = self._norm(out.flatten(2), gate, weight, norm.width, norm.eps, norm.gate_first, norm.sigmoid)
+        return y, {CONV: conv, STATE: state}
+
+    def seen(self, made: tuple[Tensor, ...]) -> Tensor:
+        return made[0]
 
     def _decay(self, made_BTHD: Tensor, dtype: torch.dtype) -> Tensor:
         """The logarithm of each channel's decay, [B, T, H, D] in float32."""

@@ -29,13 +29,53 @@ Shape = TypeVar("Shape", bound=MixerShape)
 
 
 class Recurrent(Mixer[Shape], NativeMixer):
-    """A mixer with states; a mask tells which tokens are real, [B, T]."""
+    """A mixer with states; a mask tells which tokens are real, [B, T]. `forward` returns (output [B, T, C], None).
+
+    A kind computes in `projected` what takes each token alone, and the rest in `over_time`. While the cache keeps the
+    state after each token, that runs token by token, as in decode steps.
+    """
 
     turned: Mapping[str, tuple[int, int]] = MappingProxyType({CONV: (1, 2)})  # axes in another order in other caches
 
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__(shape, context)
         self.by_name = False  # whatever attention function the config names
+
+    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """What `over_time` takes of each token, [B, T, ...] each."""
+        raise NotImplementedError
+
+    def over_time(
+        self, made: tuple[Tensor, ...], before: Mapping[str, Tensor], mask_BT: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the last matrix takes, [B, T, ...], and the states after these tokens; no states before: zeros."""
+        raise NotImplementedError
+
+    def seen(self, made: tuple[Tensor, ...]) -> Tensor:
+        """What the convolution sees, [B, T, C]."""
+        raise NotImplementedError
+
+    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
+        tokens, mask = x_BTC.shape[1], self.mask_of(inputs)
+        slot, states = self.begin(x_BTC, inputs)
+        made = self.projected(self.masked(x_BTC, mask))
+        if isinstance(slot, StateSlot) and slot.keeps_each and tokens:
+            outs = []
+            for t in range(tokens):
+                of_token = None if mask is None else mask[:, t : t + 1]
+                y, states = self.over_time(tuple(each[:, t : t + 1] for each in made), states, of_token)
+                slot.end(1, states)
+                outs.append(y)
+            y = torch.cat(outs, dim=1)
+        else:
+            y, after = self.over_time(made, states, mask)
+            self.end(slot, tokens, after, made)
+        out: Any = self._modules["out"]
+        return self.scaled(direct(out, y)), None
+
+    def scaled(self, out_BTC: Tensor) -> Tensor:
+        """The result times a number, if the layer has one."""
+        return out_BTC
 
     def hold_conv(self, shape: ConvShape, channels: int, bodies: Mapping[str, str]) -> None:
         self.conv = nn.Parameter(torch.empty(channels, 1, shape.taps), requires_grad=False)
@@ -53,18 +93,21 @@ class Recurrent(Mixer[Shape], NativeMixer):
             state = state[:, -weight.shape[-1] :].to(x_BTC.dtype).contiguous()
         return self._convolve(x_BTC, weight.flatten(1), parameters["conv_bias"], state, gate, out_gate, gate is None)
 
-    def masked(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:
-        """x with zeros where the mask says padding."""
+    def mask_of(self, inputs: Inputs) -> Tensor | None:
+        """The mask of real tokens, [B, T]: an argument of its own where attention is beside it."""
         name = self.shape.mask_argument
-        mask = inputs.values[name] if name else inputs.mask
-        if mask is None:
+        return inputs.values[name] if name else inputs.mask
+
+    def masked(self, x_BTC: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """x with zeros where the mask says padding."""
+        if mask_BT is None:
             return x_BTC
-        if mask.shape != x_BTC.shape[:2]:
+        if mask_BT.shape != x_BTC.shape[:2]:
             raise UnsupportedCall(
-                f"{name or 'attention_mask'} has shape {[*mask.shape]}; this layer takes [batch, tokens] of the new "
-                f"tokens, which are {[*x_BTC.shape[:2]]}"
+                f"{self.shape.mask_argument or 'attention_mask'} has shape {[*mask_BT.shape]}; this layer takes "
+                f"[batch, tokens] of the new tokens, which are {[*x_BTC.shape[:2]]}"
             )
-        return (x_BTC * mask[:, :, None]).to(x_BTC.dtype)
+        return (x_BTC * mask_BT[:, :, None]).to(x_BTC.dtype)
 
     def begin(self, x_BTC: Tensor, inputs: Inputs) -> tuple[StateSlot | ForeignStates | None, Mapping[str, Tensor]]:
         """The slot of this layer, if there is a cache, and the states before this call."""
@@ -76,10 +119,12 @@ class Recurrent(Mixer[Shape], NativeMixer):
         states = slot.begin(x_BTC.shape[0], x_BTC.shape[1], self.filler)
         return slot, self._as_other(states) if isinstance(slot, ForeignStates) else states
 
-    def end(self, slot: StateSlot | ForeignStates | None, tokens: int, states: dict[str, Tensor], seen: Any) -> None:
-        """Store the states after `tokens`. `seen` makes what the convolution saw, for caches that keep all of it."""
+    def end(
+        self, slot: StateSlot | ForeignStates | None, tokens: int, states: dict[str, Tensor], made: tuple[Tensor, ...]
+    ) -> None:
+        """Store the states after `tokens`."""
         if isinstance(slot, ForeignStates):
-            slot.end(tokens, self._as_other(states), lambda: seen().transpose(1, 2))
+            slot.end(tokens, self._as_other(states), lambda: self.seen(made).transpose(1, 2))
         elif slot is not None:
             slot.end(tokens, states)
 
@@ -98,7 +143,9 @@ class Recurrent(Mixer[Shape], NativeMixer):
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         slot = self.states(inputs)
-        if not isinstance(slot, StateSlot) or inputs.mask is not None or not slot.length:
+        if not isinstance(slot, StateSlot) or self.mask_of(inputs) is not None or not slot.length:
+            return None
+        if slot.keeps_each and x_BTC.shape[1] > 1:  # the call would leave the last token's state alone
             return None
         if (states := slot.in_place(x_BTC.shape[0], x_BTC.shape[1], self.filler)) is None:
             return None
@@ -115,8 +162,6 @@ def empty(size: int) -> nn.Parameter:
 
 
 class ShortConv(Recurrent[ShortConvShape]):
-    """`forward` returns (output [B, T, C], None)."""
-
     struct, mixed = "short_conv", True
 
     def __init__(self, shape: ShortConvShape, context: BuildContext):
@@ -125,13 +170,21 @@ class ShortConv(Recurrent[ShortConvShape]):
             self.add_module(matrix.target, context.linear(matrix))
         self.hold_conv(shape.conv, shape.channels, context.bodies)
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
-        parts: dict[str, Any] = self._modules
-        slot, before = self.begin(x_BTC, inputs)
-        gate, out_gate, x = direct(parts["in"], self.masked(x_BTC, inputs)).chunk(3, dim=-1)
+    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """The gates of the convolution's input and output, and its input."""
+        into: Any = self._modules["in"]
+        return direct(into, x_BTC).chunk(3, dim=-1)
+
+    def over_time(
+        self, made: tuple[Tensor, ...], before: Mapping[str, Tensor], mask_BT: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        gate, out_gate, x = made
         y, conv = self.convolved(x, before.get(CONV), gate, out_gate)
-        self.end(slot, x_BTC.shape[1], {CONV: conv}, lambda: x * gate)
-        return direct(parts["out"], y), None
+        return y, {CONV: conv}
+
+    def seen(self, made: tuple[Tensor, ...]) -> Tensor:
+        gate, _, x = made
+        return x * gate
 
     def native(self, to: PartWriter) -> None:
         decline_if({"an encoder has no states": to.of_encoder})

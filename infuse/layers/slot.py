@@ -3,7 +3,7 @@
 KVSlot holds rows of tokens, [B, K, S, D] for keys and for values, whose numbers of heads and widths may differ; `keys`
 and `values` are views of its first `length` tokens. All tokens are kept, so cropping back is always possible. A slot of
 format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. StateSlot holds recurrent states, which can go
-back only to a snapshot. MadeSlot holds tensors computed once from another input, such as an encoder's states.
+back only to those that were kept. MadeSlot holds tensors computed once from another input, such as an encoder's states.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Slot(CacheLayerMixin):
     is_sliding = False
     place: Tensor | None = None  # index of the next token, inside a CUDA graph
     row_lengths: Tensor | None = None  # set if rows have different lengths
+    keeps_each = False  # whether it keeps what it held after each token since the last snapshot
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         self.length = 0
@@ -45,8 +46,11 @@ class Slot(CacheLayerMixin):
     def storages(self) -> list[Tensor]:
         """The storage tensors, [B, ...] each; empty before the first token."""
 
-    def snapshot(self) -> None:
-        """Mark a point that `rewind` can return to. Does nothing where any point works."""
+    def snapshot(self, *, each: bool = False) -> None:
+        """Mark a point that `rewind` can return to, and with `each` all later points until the next snapshot.
+
+        Does nothing where any point works.
+        """
 
     @abstractmethod
     def rewind(self, tokens: int) -> int:
@@ -413,7 +417,7 @@ class StateSlot(Slot):
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         super().__init__(capacity_tokens, limit_tokens, format)
         self.states: Mapping[str, Tensor] = {}
-        self._kept: tuple[int, Mapping[str, Tensor]] = (0, {})  # the last snapshot: tokens and states
+        self._kept: list[tuple[int, Mapping[str, Tensor]]] = []  # to go back to: tokens and the states after them
 
     def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
         """Return the states before the next `tokens` of each row; empty at first. Raises like KVSlot.reserve."""
@@ -424,13 +428,22 @@ class StateSlot(Slot):
         return self.states if self.length else {}
 
     def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
-        """Store the states after these tokens. They must be new tensors, because snapshots hold the old ones."""
-        self.states, self.length, self.is_initialized = states, self.length + tokens, True
+        """Store the states after these tokens. They must be new tensors, because snapshots hold the old ones.
+
+        While `keeps_each`, call it after each token.
+        """
+        self.states, self.is_initialized = states, True
+        self.advance(tokens)
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+        if self.keeps_each:
+            self._kept.append((self.length, self.states))
 
     def in_place(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
         """Like `begin`, but the states may be written to; call `advance` then. There must be some."""
         states = self.begin(batch, tokens, filler)
-        if states is self._kept[1]:
+        if any(states is kept for _, kept in self._kept):
             with torch.inference_mode(False):
                 self.states = {name: state.clone() for name, state in states.items()}
         return self.states
@@ -439,18 +452,19 @@ class StateSlot(Slot):
     def storages(self) -> list[Tensor]:
         return list(self.states.values())
 
-    def snapshot(self) -> None:
-        self._kept = (self.length, self.states)
+    def snapshot(self, *, each: bool = False) -> None:
+        self._kept, self.keeps_each = [(self.length, self.states)], each
 
     def rewind(self, tokens: int) -> int:
         if tokens < self.length:
-            self.length, self.states = self._kept if self._kept[0] <= tokens else (0, {})
+            self._kept = [kept for kept in self._kept if kept[0] <= tokens]
+            self.length, self.states = self._kept[-1] if self._kept else (0, {})
         return self.length
 
     def crop(self, tokens: int) -> None:
-        """Crop like other slots, but only to zero tokens or to the snapshot."""
+        """Crop like other slots, but only to zero tokens or to states that were kept."""
         wanted = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
-        if wanted not in (0, self.length, self._kept[0]):
+        if wanted not in (0, self.length, *(length for length, _ in self._kept)):
             text = f"past_key_values: a recurrence's state of {self.length} tokens cannot go back to {wanted} of them"
             raise UnsupportedCall(f"{text}; fill a new cache")
         self.rewind(wanted)
@@ -458,17 +472,23 @@ class StateSlot(Slot):
     def copied(self) -> StateSlot:
         slot = copy.copy(self)
         slot.states = {name: state.clone() for name, state in self.states.items()}
+        slot._kept = [*self._kept]
         return slot
 
     def take(self, other: StateSlot) -> None:
         self.states = {name: state.clone() for name, state in other.states.items()}
         self.length, self.filler = other.length, other.filler
+        self.snapshot()
 
     def reset(self) -> None:
-        self.length, self.states, self._kept = 0, {}, (0, {})
+        self.length, self.states, self._kept, self.keeps_each = 0, {}, [], False
 
     def _select(self, rows: Tensor) -> None:
-        self.states = {name: state.index_select(0, rows.to(state.device)) for name, state in self.states.items()}
+        def selected(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: state.index_select(0, rows.to(state.device)) for name, state in states.items()}
+
+        self.states = selected(self.states)
+        self._kept = [(length, selected(states)) for length, states in self._kept]
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)

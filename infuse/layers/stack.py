@@ -107,7 +107,7 @@ class StackCall(OneCall):
         if self._last_norm is not None and self._last_norm != _Written.of(self._last_norm.module):
             return None
         if len({slot.length for slot in slots}) != 1 or any(
-            slot.place is not None or slot.row_lengths is not None for slot in slots
+            slot.place is not None or slot.row_lengths is not None or slot.keeps_each for slot in slots
         ):
             return None
         # Held as they are now: what is assigned to a parameter later does not count.

@@ -6,16 +6,17 @@ Suffixes: B batch, T new tokens, H heads, C hidden width.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from infuse import ops
 from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
 from infuse.layers.build_context import BuildContext
-from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.multipliers import times, times_sections
 from infuse.layers.native_part import PartWriter, decline_if
@@ -26,8 +27,6 @@ _STATE_SPACE_TURNED = MappingProxyType({CONV: (1, 2), STATE: (2, 3)})
 
 
 class LinearAttention(Recurrent[LinearAttentionShape]):
-    """`forward` returns (output [B, T, C], None)."""
-
     struct, mixed = "linear_attention", True
 
     def __init__(self, shape: LinearAttentionShape, context: BuildContext):
@@ -43,34 +42,43 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
-        shape, (batch, tokens, _) = self.shape, x_BTC.shape
-        parts: dict[str, Any] = self._modules
-        slot, before = self.begin(x_BTC, inputs)
-        factors, x_BTC = shape.factors, self.masked(x_BTC, inputs)
+    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        into: Any = self._modules["in"]
+        factors = self.shape.factors
         if factors is None:
-            projected = direct(parts["in"], x_BTC)
-        else:
-            projected = direct(parts["in"], times(x_BTC, factors.before))
-            projected = times_sections(projected, factors, [*shape.rows.values()])
-        of = self._sections(projected)
-        seen = of["convolved"]
-        convolved, conv = self.convolved(seen, before.get(CONV))
+            return (direct(into, x_BTC),)
+        projected = direct(into, times(x_BTC, factors.before))
+        return (times_sections(projected, factors, [*self.shape.rows.values()]),)
+
+    def scaled(self, out_BTC: Tensor) -> Tensor:
+        return out_BTC if self.shape.factors is None else times(out_BTC, self.shape.factors.after)
+
+    def over_time(
+        self, made: tuple[Tensor, ...], before: Mapping[str, Tensor], mask_BT: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        shape, of, tokens = self.shape, self._sections(*made), made[0].shape[1]
+        convolved, conv = self.convolved(of["convolved"], before.get(CONV))
         if not shape.delta:
-            convolved = self.masked(convolved, inputs)  # the convolution's bias is in padding, too
+            convolved = self.masked(convolved, mask_BT)  # the convolution's bias is in padding, too
         q, k, v = self._heads(convolved)
         decay, beta = self._decay(of, in_steps=bool(before) and tokens == 1)
-        through, scale, delta = self._parameters["D"], shape.scale, shape.delta
-        skip = None if through is None else through.float()
-        read, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
-        self.end(slot, tokens, {CONV: conv, STATE: state}, lambda: seen)
-        norm = shape.norm
-        y = self._norm(
-            read.view(batch, tokens, -1), of[GATE], self._parameters["norm"], norm.width, norm.eps, norm.gate_first,
-            norm.sigmoid,
-        )  # fmt: skip
-        out = direct(parts["out"], y)
-        return out if factors is None else times(out, factors.after), None
+        factor, scale, delta = self._parameters["D"], shape.scale, shape.delta
+        skip = None if factor is None else factor.float()
+        out, state = self._scan(q, k, v, decay, beta, skip, before.get(STATE), scale, delta, delta)
+        return self._normed(out.flatten(2), of[GATE]), {CONV: conv, STATE: state}
+
+    def seen(self, made: tuple[Tensor, ...]) -> Tensor:
+        return self._sections(*made)["convolved"]
+
+    def _normed(self, out_BTN: Tensor, gate_BTN: Tensor) -> Tensor:
+        norm, weight = self.shape.norm, self._parameters["norm"]
+        if weight is None or not norm.shared_by:
+            return self._norm(out_BTN, gate_BTN, weight, norm.width, norm.eps, norm.gate_first, norm.sigmoid)
+        y = out_BTN.float() * silu(gate_BTN.float())
+        squares = y.new_zeros(*y.shape[:2], norm.shared_by)
+        squares[..., norm.place] = y.square().sum(-1)
+        squares = self._group.all_reduce(squares, f"norm of {self._name}")[..., norm.place, None]
+        return (y * torch.rsqrt(squares / norm.width + norm.eps) * weight.float()).to(out_BTN.dtype)
 
     def _sections(self, projected: Tensor) -> dict[str, Tensor]:
         """The sections of the first product; those that are convolved together, as one."""
@@ -104,7 +112,13 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def native(self, to: PartWriter) -> None:
         shape, norm = self.shape, self.shape.norm
         least, most = shape.limits
-        decline_if({"an encoder has no states": to.of_encoder, "it has multipliers": shape.factors is not None})
+        decline_if(
+            {
+                "an encoder has no states": to.of_encoder,
+                "it has multipliers": shape.factors is not None,
+                "ranks share a norm": norm.shared_by,
+            }
+        )
         to.put(heads=shape.heads, key_heads=shape.key_heads, key_width=shape.key_width, value_width=shape.value_width)
         starts, at = {}, 0
         for section, rows in shape.rows.items():

@@ -39,9 +39,11 @@ CUTS = (
     "afmoe", "laguna", "cohere2-moe", "internvl-vision", "dinov3", "gemma4", "gemma4-dense", "gemma4-experts", "llama4",
     "bitnet", "olmoe-clip",
     "mpnet", "deberta-v3", "deberta-v2",
+    "lfm2-bias", "qwen3_next", "olmo_hybrid", "granitemoehybrid", "granitemoehybrid-dense", "mamba2", "kimi_linear",
 )  # fmt: skip
 WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
 OTHER_WAYS = [(name, *WAYS[i % 3]) for i, name in enumerate(("gemma2", "gpt2", "bloom", "falcon-7b", "bert", "clip"))]
+OTHER_WAYS += [(name, 2, GLOO) for name in ("qwen3_5", "granitemoehybrid-dense", "nemotron_h")]
 OTHER_WAYS += [(name, 2, SHARED_MEMORY) for name in ("deberta-v3", "gemma4", "falcon_h1")]
 OTHER_WAYS += [(name, *way) for name in ("llama", "falcon-40b") for way in WAYS]
 

@@ -1,0 +1,215 @@
+"""`generate` of models with recurrent states: verified candidates, sampling, prompts in parts, batches that continue.
+
+transformers refuses to verify candidates for most of them; here the answers are those of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor
+from transformers import DynamicCache
+
+import infuse
+from infuse.generate.install import uninstall
+from infuse.layers.cache import KVCache
+from infuse.layers.slot import StateSlot
+from tests.layers.test_states import NAMES, ONE_OF_EACH, family_of
+from tests.models.families import BY_NAME, inputs
+from tests.support.side_by_side import injected
+
+NEW = 24
+LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
+# The original does not draft: a cache of states alone does not tell how many tokens it holds.
+NO_DRAFTS = ("mamba2",)
+
+
+def made(name: str, noise: float = 0.0) -> Any:
+    """A model that does not repeat one token for ever; with noise it often chooses as the one without."""
+    model: Any = family_of(name).make(tie_word_embeddings=False)
+    head = model.get_output_embeddings().weight
+    head.data += noise * torch.randn(head.shape, generator=torch.Generator().manual_seed(4))
+    model.generation_config.num_assistant_tokens = 4
+    return model
+
+
+@cache
+def pair(name: str) -> tuple[Any, Any]:
+    return made(name), injected(made(name)).module
+
+
+@cache
+def assistant(name: str, kind: str) -> Any:
+    model = made(name, noise=0.3)
+    return injected(model).module if kind == "injected" else model
+
+
+def prompt(name: str, batch: int = 1, padding: str | None = None) -> dict[str, Tensor]:
+    """Some of whose tokens come again, for the look-up."""
+    given = inputs(family_of(name), batch=batch, tokens=9, padding=padding, seed=12)
+    given["input_ids"][:, 6:] = given["input_ids"][:, 3:6]
+    return given
+
+
+def generated(model: Any, name: str, *, padding: str | None = None, batch: int = 1, **asked: Any) -> Any:
+    torch.manual_seed(5)
+    given = prompt(name, batch, padding)
+    return model.generate(**given, **{"max_new_tokens": NEW, "do_sample": False, **asked})
+
+
+@cache
+def exact(name: str, padding: str | None = None) -> Tensor:
+    return generated(pair(name)[0], name, padding=padding)
+
+
+@pytest.fixture
+def verified() -> Iterator[list[int]]:
+    """How many tokens were taken back after each step with candidates."""
+    back: list[int] = []
+    own = KVCache.rewind
+
+    def rewind(self: KVCache, tokens: int) -> int:
+        before = self.get_seq_length()
+        kept = own(self, tokens)
+        assert kept == min(tokens, before), "states are kept after each verified token"
+        back.append(before - kept)
+        return kept
+
+    with mock.patch.object(KVCache, "rewind", rewind):
+        yield back
+
+
+# ---- candidates
+
+
+@pytest.mark.parametrize("padding", [None, "left"], ids=["", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_candidates_from_the_prompt(name: str, padding: str | None, verified: list[int]) -> None:
+    assert torch.equal(generated(pair(name)[1], name, padding=padding, **LOOKUP), exact(name, padding))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in NAMES
+        for kind in ("injected", "plain", "llama")
+        if kind != "plain" or name not in NO_DRAFTS
+    ],
+)
+def test_candidates_from_an_assistant(name: str, kind: str, verified: list[int]) -> None:
+    draft = BY_NAME["llama"].make() if kind == "llama" else assistant(name, kind)
+    assert torch.equal(generated(pair(name)[1], name, assistant_model=draft), exact(name))
+    assert any(verified), "no candidate was rejected"
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_accepted_candidates_save_steps(name: str) -> None:
+    model, calls = pair(name)[1], []
+    hook = model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    try:
+        found = generated(model, name, assistant_model=assistant(name, "injected"), return_dict_in_generate=True)
+    finally:
+        hook.remove()
+    assert torch.equal(found.sequences, exact(name)) and len(calls) < NEW
+    held = found.past_key_values
+    assert held.get_seq_length() == found.sequences.shape[1] - 1
+    states = [slot for slot in held.layers if isinstance(slot, StateSlot)]
+    assert states and not any(slot.keeps_each for slot in states)
+    # The cache goes on as that of plain decoding.
+    more = generated(pair(name)[0], name, max_new_tokens=NEW + 3)
+    rest = {"input_ids": found.sequences, "attention_mask": torch.ones_like(found.sequences)}
+    with torch.no_grad():
+        again = model.generate(**rest, past_key_values=held, max_new_tokens=3, do_sample=False)
+    assert torch.equal(again, more)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_sampled_candidates(name: str) -> None:
+    """Candidates of the look-up are compared with draws from the model's own distribution: a seed tells the tokens."""
+    original, model = pair(name)
+    sampled = dict(do_sample=True, temperature=0.8, top_k=20)
+    if not original._is_stateful:
+        assert torch.equal(generated(model, name, **sampled, **LOOKUP), generated(original, name, **sampled, **LOOKUP))
+    found = generated(model, name, **sampled, assistant_model=assistant(name, "injected"))
+    assert found.shape[1] == 9 + NEW
+    # Where only one token is likely, sampling is the greedy search.
+    cold = dict(do_sample=True, temperature=1e-4)
+    for how in (LOOKUP, {"assistant_model": assistant(name, "injected")}):
+        assert torch.equal(generated(model, name, **cold, **how), exact(name))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+def test_candidates_on_transformers_own_cache(name: str) -> None:
+    """Which records what convolutions see, until it is cropped."""
+    original, model = pair(name)
+    for how in (LOOKUP, {"assistant_model": assistant(name, "plain")}):
+        own = DynamicCache(config=model.config)
+        found = generated(model, name, past_key_values=own, return_dict_in_generate=True, **how)
+        assert torch.equal(found.sequences, exact(name)) and found.past_key_values is own
+        theirs = DynamicCache(config=model.config)
+        generated(original, name, past_key_values=theirs, **how)
+        for layer, other in zip(own.layers, theirs.layers, strict=True):
+            if hasattr(layer, "conv_states"):
+                torch.testing.assert_close(layer.conv_states[0], other.conv_states[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(generated(model, name, cache_implementation="dynamic", **LOOKUP), exact(name))
+    recorded = dict(output_hidden_states=True, return_dict_in_generate=True)  # by transformers' own loop
+    assert torch.equal(generated(model, name, **recorded, **LOOKUP).sequences, exact(name))
+
+
+def test_caches_whose_states_do_not_go_back_are_refused() -> None:
+    model = pair("qwen3_5")[1]
+    for how in (
+        dict(past_key_values=DynamicCache(config=model.config)), dict(cache_implementation="dynamic"),
+        dict(output_hidden_states=True, return_dict_in_generate=True),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="a cache that can be cropped"):
+            generated(model, "qwen3_5", **how, **LOOKUP)
+    assert torch.equal(generated(model, "qwen3_5", **LOOKUP), exact("qwen3_5"))
+
+
+# ---- other modes
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "sampled": dict(do_sample=True, temperature=0.9, top_k=20),
+    "beams": dict(num_beams=3),
+    "sampled beams": dict(num_beams=2, do_sample=True, top_k=20),
+    "returned": dict(do_sample=True, num_return_sequences=2, top_p=0.9),
+    "in parts": dict(prefill_chunk_size=4),
+    "own cache": dict(cache_implementation="dynamic"),
+    "no cache": dict(use_cache=False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_modes(name: str, mode: str) -> None:
+    original, model = pair(name)
+    asked: dict[str, Any] = dict(batch=2, padding=None if mode == "in parts" else "left", max_new_tokens=7)
+    # The original cannot count the tokens in a cache of states alone.
+    wanted = generated(original, name, **asked, **({} if (name, mode) == ("mamba2", "in parts") else MODES[mode]))
+    assert torch.equal(generated(model, name, **asked, **MODES[mode]), wanted)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_continuous_batching_is_refused_as_by_the_original(name: str) -> None:
+    original, model = pair(name)
+    config = t.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with pytest.raises(ValueError, match="Invalid layer type"):
+        original.generate_batch([[5, 6, 7]], generation_config=config, progress_bar=False)
+    with pytest.raises(infuse.UnsupportedCall, match=r"keys and values alone, and \w+ keeps a state: use generate"):
+        model.generate_batch([[5, 6, 7]], generation_config=config, progress_bar=False)
+
+
+def test_whether_a_model_is_stateful_is_its_own_again() -> None:
+    module: Any = infuse.init_inference(made("qwen3_5"), dtype="fp32", progress=False).module
+    assert not module._is_stateful
+    uninstall(module, [])
+    assert module._is_stateful
