@@ -19,5 +19,5 @@ def test_the_examples_run() -> None:
     for example in examples:
         exec(compile(example, "docs/hybrids.md", "exec"), scope)
     engine, tokens = scope["engine"], scope["tokens"]
-    assert [step.kind for step in engine.plan.steps].count("block") == 4
+    assert [step.kind.depth for step in engine.plan.steps].count("block") == 4
     assert tokens.shape == (2, 28)

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()
 NEW = 9
 # The first decode step is traced and made again; the prompt's step and the traced one are the model's.
 DIRECT = NEW - 1
-DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic"]
+DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite"]
 # Models that compute something between their parts.
-ELSEWHERE = {"gpt2": "adds positions", "granite": "scales the embedding", "gemma2": "caps the logits"}
+ELSEWHERE = {"gpt2": "adds positions", "gemma2": "caps the logits"}
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic", "granite"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
     """Over the ends of the table of positions and of the cache's room; rotary positions of their own step by step."""

@@ -21,8 +21,10 @@ from infuse.generate.install import uninstall
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import StateSlot
 from tests.layers.test_states import NAMES, ONE_OF_EACH, family_of
-from tests.models.families import BY_NAME, inputs
+from tests.models.families import BY_NAME, MAMBA, inputs
 from tests.support.side_by_side import injected
+
+LISTED = {**BY_NAME, **{family.name: family for family in MAMBA}}
 
 NEW = 24
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
@@ -104,7 +106,7 @@ def test_candidates_from_the_prompt(name: str, padding: str | None, verified: li
     ],
 )
 def test_candidates_from_an_assistant(name: str, kind: str, verified: list[int]) -> None:
-    draft = BY_NAME["llama"].make() if kind == "llama" else assistant(name, kind)
+    draft = LISTED["llama"].make() if kind == "llama" else assistant(name, kind)
     assert torch.equal(generated(pair(name)[1], name, assistant_model=draft), exact(name))
     assert any(verified), "no candidate was rejected"
 

@@ -24,7 +24,7 @@ from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.latent_attention import LatentAttention
 from infuse.layers.named_attention import calls_by_name
-from tests.models.families import BY_NAME, FAMILIES, MIXTURES, inputs
+from tests.models.families import BY_NAME, FAMILIES, HYBRIDS, MIXTURES, inputs
 from tests.support.tolerance import assert_near
 
 SERVES_NO_OTHER = ("gpt-neo", "gptj", "codegen", "bloom", "falcon", "mpt", "mpnet", "deberta")
@@ -80,8 +80,10 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
         results.append(run(model, inputs(family, padding="left")))
         made.append(list(calls))
         calls.clear()
-    # Routers magnify rounding, and so do scores that are not scaled: mT5's (2.9e-6 on an Intel Xeon), Gemma 4's.
-    times = 2 if family in MIXTURES or family.name.startswith(("mt5", "gemma4", "embedding-gemma2")) else 1
+    # Routers magnify rounding, and so do scores that are not scaled, mT5's (2.9e-6 on an Intel Xeon) and Gemma 4's, and
+    # norms of what a state gives.
+    magnify = family in (*MIXTURES, *HYBRIDS) or family.name.startswith(("mt5", "gemma4", "embedding-gemma2"))
+    times = 2 if magnify else 1
     assert_near(results[1], results[0], torch.float32, times=times)
     assert len(made[0]) == len(made[1]) > 0
     for theirs, ours in zip(*made, strict=True):

@@ -19,8 +19,10 @@ from transformers import DynamicCache, StaticCache
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import CONV, STATE, StateSlot
-from tests.models.families import BY_NAME, GQA, Family, inputs
+from tests.models.families import BY_NAME, GQA, MAMBA, Family, inputs
 from tests.support.side_by_side import injected
+
+LISTED = {**BY_NAME, **{family.name: family for family in MAMBA}}
 
 JAMBA = Family(
     "jamba", t.JambaConfig, t.JambaForCausalLM,
@@ -41,7 +43,7 @@ TOKENS = 12
 
 
 def family_of(name: str) -> Family:
-    return JAMBA if name == "jamba" else BY_NAME[name]
+    return JAMBA if name == "jamba" else LISTED[name]
 
 
 @once
@@ -242,7 +244,7 @@ def test_another_batch_is_refused(name: str, kind: str) -> None:
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
-    (_, model), other = pair("qwen3_5"), injected(BY_NAME["qwen3_5"].make(seed=3)).module
+    (_, model), other = pair("qwen3_5"), injected(LISTED["qwen3_5"].make(seed=3)).module
     cache = KVCache()
     step(other, ids_of("qwen3_5")[:, :6], cache)
     with pytest.raises(UnsupportedCall, match="filled by another model"):

@@ -182,7 +182,6 @@ HOOKED: dict[str, dict[str, Any]] = {
     "Glm": dict(GQA, head_dim=12), "Glm4": dict(GQA, head_dim=12), "Olmo": GQA, "Cohere2": GQA, "Exaone4": GQA,
     "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12),
     "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA, "SeedOss": dict(GQA, head_dim=12),
-    "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
 }  # fmt: skip
 
 
