@@ -12,46 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as t
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import CONV, STATE, StateSlot
-from tests.models.families import BY_NAME, GQA, Family, inputs
+from tests.models.families import BY_NAME
 from tests.support.side_by_side import injected
+from tests.support.states import NAMES, ONE_OF_EACH, TOKENS, close, family_of, ids_of
 
-JAMBA = Family(
-    "jamba", t.JambaConfig, t.JambaForCausalLM,
-    values=dict(
-        GQA, num_experts=2, num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=3,
-        attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=6, use_mamba_kernels=False,
-    ),
-)  # fmt: skip
-NAMES = (
-    "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "mamba2",
-    "kimi_linear", "jamba",
-)  # fmt: skip
-ONE_OF_EACH = ("lfm2", "qwen3_5", "granitemoehybrid", "kimi_linear", "jamba")  # each kind of mixer
-TOLERANCE = 5e-5  # of the root mean square of the original's
 # Whose originals begin parts of a prompt with no state, whatever the cache holds.
 FORGETS = ("jamba",)
-TOKENS = 12
-
-
-def family_of(name: str) -> Family:
-    return JAMBA if name == "jamba" else BY_NAME[name]
 
 
 @once
 def pair(name: str) -> tuple[Any, Any]:
     """The original, and the same model injected: never to be changed."""
     return family_of(name).make(), injected(family_of(name).make()).module
-
-
-def ids_of(name: str, batch: int = 2) -> Tensor:
-    return inputs(family_of(name), batch=batch, tokens=TOKENS)["input_ids"]
 
 
 def dynamic(name: str) -> DynamicCache:
@@ -82,12 +60,6 @@ def whole(name: str) -> Tensor:
     """The original's logits of all tokens in one call."""
     with torch.no_grad():
         return pair(name)[0](input_ids=ids_of(name), use_cache=False).logits
-
-
-def close(found: Tensor, exact: Tensor) -> None:
-    assert found.shape == exact.shape and found.dtype == exact.dtype
-    error = float((found - exact).abs().max() / exact.square().mean().sqrt())
-    assert error < TOLERANCE, f"{error:.1e}"
 
 
 def same_states(found: Any, exact: Any) -> None:
