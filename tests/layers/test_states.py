@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+import infuse
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import CONV, STATE, StateSlot
+from infuse.native import kernels
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import injected
 from tests.support.states import NAMES, ONE_OF_EACH, TOKENS, close, family_of, ids_of
@@ -245,6 +247,24 @@ def test_going_back_to_any_token(name: str) -> None:
     assert all(len(slot._kept) == 1 for slot in slots(cache))
     step(model, ids[:, 5:10], cache, 5)
     assert cache.rewind(7) == 5
+
+
+@pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "mamba2", "jamba"])
+def test_kept_states_in_bfloat16_are_those_of_steps_bit_for_bit(name: str) -> None:
+    """So verified candidates are the tokens of plain decoding also where two of them are nearly alike."""
+    model = infuse.init_inference(family_of(name).make(), dtype="bf16", progress=False).module
+    ids, by_steps, together = ids_of(name, batch=1), KVCache(), KVCache()
+    for each in (by_steps, together):
+        step(model, ids[:, :5], each)
+    for n in range(5, 9):
+        step(model, ids[:, n : n + 1], by_steps, n)
+    together.snapshot(each=True)
+    step(model, ids[:, 5:9], together, 5)
+    pairs = [*zip(slots(together), slots(by_steps), strict=True)]
+    assert pairs
+    for one, other in pairs:
+        assert all(torch.equal(one.states[key], other.states[key]) for key in (CONV, STATE) if key in other.states)
 
 
 def test_kept_states_follow_the_rows() -> None:
