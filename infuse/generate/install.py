@@ -313,9 +313,11 @@ class _Asked:
             return False
         if self.value("use_cache") is False or self.value("cache_implementation") is not None:
             return False
-        # transformers' loop verifies candidates together with the prompt, and states of its tokens are not kept.
+        if not _has_states(self._model):
+            return True
+        # transformers' own loops crop into the prompt, and states inside it are not kept.
         verifies = any(self.value(name) is not None for name in _SPECULATE)
-        return not (verifies and _has_states(self._model) and self.own_loop() is None)
+        return not self.value("is_assistant") and (not verifies or self.own_loop() is not None)
 
     def own_loop(self) -> Callable[..., Any] | None:
         """Return our loop for this: greedy search or sampling, speculative or plain; None for transformers' loops."""

@@ -457,9 +457,9 @@ def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
 
 
 def gated(shape: GateShape, out: Tensor, gate: Tensor) -> Tensor:
-    """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]."""
-    factor = gate.sigmoid() if shape.function == GATE_SIGMOID else softplus(gate.float()).to(out.dtype)
-    return out * factor if shape.width > 1 else _per_head(out, factor)
+    """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]; rounded once, as in C++."""
+    factor = gate.float().sigmoid() if shape.function == GATE_SIGMOID else softplus(gate.float())
+    return (out * factor if shape.width > 1 else _per_head(out, factor)).to(out.dtype)
 
 
 def _per_head(out: Tensor, factor: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ import infuse
 from infuse.generate.install import uninstall
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import StateSlot
-from tests.layers.test_states import NAMES, ONE_OF_EACH, family_of
-from tests.models.families import BY_NAME, MAMBA, inputs
+from tests.models.families import BY_NAME, inputs
+from tests.support.ranks import Ranks
 from tests.support.side_by_side import injected
-
-LISTED = {**BY_NAME, **{family.name: family for family in MAMBA}}
+from tests.support.states import NAMES, ONE_OF_EACH, family_of
 
 NEW = 24
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
@@ -106,7 +105,7 @@ def test_candidates_from_the_prompt(name: str, padding: str | None, verified: li
     ],
 )
 def test_candidates_from_an_assistant(name: str, kind: str, verified: list[int]) -> None:
-    draft = LISTED["llama"].make() if kind == "llama" else assistant(name, kind)
+    draft = BY_NAME["llama"].make() if kind == "llama" else assistant(name, kind)
     assert torch.equal(generated(pair(name)[1], name, assistant_model=draft), exact(name))
     assert any(verified), "no candidate was rejected"
 
@@ -130,6 +129,22 @@ def test_accepted_candidates_save_steps(name: str) -> None:
     with torch.no_grad():
         again = model.generate(**rest, past_key_values=held, max_new_tokens=3, do_sample=False)
     assert torch.equal(again, more)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_candidates_from_the_models_first_layers(name: str) -> None:
+    assert torch.equal(generated(pair(name)[1], name, assistant_early_exit=2), exact(name))
+
+
+def on_rank(name: str, kind: str) -> Tensor:
+    engine = infuse.init_inference(made(name), dtype="fp32", progress=False, tensor_parallel={"tp_size": 2})
+    how = LOOKUP if kind == "lookup" else {"assistant_model": injected(made(name, noise=0.3)).module}
+    return generated(engine.module, name, **how)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_5", "lookup"), ("granitemoehybrid-dense", "assistant")])
+def test_candidates_over_ranks(name: str, kind: str, ranks: Ranks) -> None:
+    assert all(torch.equal(found, exact(name)) for found in ranks.run(2, on_rank, name, kind))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

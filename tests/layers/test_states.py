@@ -12,48 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as t
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+import infuse
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import CONV, STATE, StateSlot
-from tests.models.families import BY_NAME, GQA, MAMBA, Family, inputs
+from infuse.native import kernels
+from tests.models.families import BY_NAME
 from tests.support.side_by_side import injected
+from tests.support.states import NAMES, ONE_OF_EACH, TOKENS, close, family_of, ids_of
 
-LISTED = {**BY_NAME, **{family.name: family for family in MAMBA}}
-
-JAMBA = Family(
-    "jamba", t.JambaConfig, t.JambaForCausalLM,
-    values=dict(
-        GQA, num_experts=2, num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=3,
-        attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=6, use_mamba_kernels=False,
-    ),
-)  # fmt: skip
-NAMES = (
-    "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "mamba2",
-    "kimi_linear", "jamba",
-)  # fmt: skip
-ONE_OF_EACH = ("lfm2", "qwen3_5", "granitemoehybrid", "kimi_linear", "jamba")  # each kind of mixer
-TOLERANCE = 5e-5  # of the root mean square of the original's
 # Whose originals begin parts of a prompt with no state, whatever the cache holds.
 FORGETS = ("jamba",)
-TOKENS = 12
-
-
-def family_of(name: str) -> Family:
-    return JAMBA if name == "jamba" else LISTED[name]
 
 
 @once
 def pair(name: str) -> tuple[Any, Any]:
     """The original, and the same model injected: never to be changed."""
     return family_of(name).make(), injected(family_of(name).make()).module
-
-
-def ids_of(name: str, batch: int = 2) -> Tensor:
-    return inputs(family_of(name), batch=batch, tokens=TOKENS)["input_ids"]
 
 
 def dynamic(name: str) -> DynamicCache:
@@ -84,12 +62,6 @@ def whole(name: str) -> Tensor:
     """The original's logits of all tokens in one call."""
     with torch.no_grad():
         return pair(name)[0](input_ids=ids_of(name), use_cache=False).logits
-
-
-def close(found: Tensor, exact: Tensor) -> None:
-    assert found.shape == exact.shape and found.dtype == exact.dtype
-    error = float((found - exact).abs().max() / exact.square().mean().sqrt())
-    assert error < TOLERANCE, f"{error:.1e}"
 
 
 def same_states(found: Any, exact: Any) -> None:
@@ -244,7 +216,7 @@ def test_another_batch_is_refused(name: str, kind: str) -> None:
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
-    (_, model), other = pair("qwen3_5"), injected(LISTED["qwen3_5"].make(seed=3)).module
+    (_, model), other = pair("qwen3_5"), injected(BY_NAME["qwen3_5"].make(seed=3)).module
     cache = KVCache()
     step(other, ids_of("qwen3_5")[:, :6], cache)
     with pytest.raises(UnsupportedCall, match="filled by another model"):
@@ -275,6 +247,24 @@ def test_going_back_to_any_token(name: str) -> None:
     assert all(len(slot._kept) == 1 for slot in slots(cache))
     step(model, ids[:, 5:10], cache, 5)
     assert cache.rewind(7) == 5
+
+
+@pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "mamba2", "jamba"])
+def test_kept_states_in_bfloat16_are_those_of_steps_bit_for_bit(name: str) -> None:
+    """So verified candidates are the tokens of plain decoding also where two of them are nearly alike."""
+    model = infuse.init_inference(family_of(name).make(), dtype="bf16", progress=False).module
+    ids, by_steps, together = ids_of(name, batch=1), KVCache(), KVCache()
+    for each in (by_steps, together):
+        step(model, ids[:, :5], each)
+    for n in range(5, 9):
+        step(model, ids[:, n : n + 1], by_steps, n)
+    together.snapshot(each=True)
+    step(model, ids[:, 5:9], together, 5)
+    pairs = [*zip(slots(together), slots(by_steps), strict=True)]
+    assert pairs
+    for one, other in pairs:
+        assert all(torch.equal(one.states[key], other.states[key]) for key in (CONV, STATE) if key in other.states)
 
 
 def test_kept_states_follow_the_rows() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import infuse
 from infuse.layers.recurrent import Recurrent
-from tests.layers.test_states import NAMES, ONE_OF_EACH, close, family_of, ids_of
 from tests.support.ranks import Ranks
+from tests.support.states import NAMES, ONE_OF_EACH, close, family_of, ids_of
 
 FORMATS = ("int8:8", "int4:8:asymmetric", "fp8:8")
 WIDE = ("qwen3_5", "granitemoehybrid-dense", "lfm2")  # each kind of mixer that ranks share
