@@ -250,7 +250,7 @@ def test_going_back_to_any_token(name: str) -> None:
 
 
 @pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "mamba2", "jamba"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "mamba2"])
 def test_kept_states_in_bfloat16_are_those_of_steps_bit_for_bit(name: str) -> None:
     """So verified candidates are the tokens of plain decoding also where two of them are nearly alike."""
     model = infuse.init_inference(family_of(name).make(), dtype="bf16", progress=False).module

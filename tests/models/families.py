@@ -807,7 +807,7 @@ FAMILIES = [
     *READ_ALONE,
 ]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
-BY_NAME = {family.name: family for family in FAMILIES}
+BY_NAME = {family.name: family for family in (*FAMILIES, *MAMBA)}
 
 
 def inputs(
