@@ -8,7 +8,7 @@ from tests.models.families import BY_NAME, Family, inputs
 
 NAMES = (
     "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "mamba2",
-    "kimi_linear", "jamba",
+    "kimi_linear", "jamba", "falcon_h1-gated-norm",
 )  # fmt: skip
 ONE_OF_EACH = ("lfm2", "qwen3_5", "granitemoehybrid", "kimi_linear", "jamba")  # each kind of mixer
 TOLERANCE = 5e-5  # of the root mean square of the original's
