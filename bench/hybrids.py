@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -161,11 +162,16 @@ def operations_of(model: Any, tokens: int) -> float:
     return total + len(states) * tokens * 6 * of_state
 
 
+def _row(table: Table, *cells: str) -> None:
+    print(*cells, file=sys.stderr, flush=True)
+    table.add_row(*cells)
+
+
 def measure(name: str, format: str, args: argparse.Namespace, decode: Table, prefill: Table) -> None:
     model = made(name)
     operations = operations_of(model, args.prompt)
     quant = {} if format == "bfloat16" else {"quant": format}
-    engine = infuse.init_inference(model, dtype=torch.bfloat16, progress=False, **quant)
+    engine = infuse.init_inference(model, dtype=torch.bfloat16, progress=False, verify="off", **quant)
     generator = torch.Generator().manual_seed(0)
 
     def ids(batch: int, length: int) -> Tensor:
@@ -182,14 +188,12 @@ def measure(name: str, format: str, args: argparse.Namespace, decode: Table, pre
             rate = max(before, read_bandwidth(repeats=10).best)
             read = bytes_of(engine, batch, context)
             alone = seconds if batch == 1 and context == args.contexts[0] else alone
-            decode.add_row(
-                name, format, f"{batch}", f"{context}", f"{1e3 * seconds:.2f}", f"{read / 1e6:.0f}",
+            _row(decode, name, format, f"{batch}", f"{context}", f"{1e3 * seconds:.2f}", f"{read / 1e6:.0f}",
                 f"{rate / 1e9:.1f}", f"{read / rate / seconds:.2f}", f"{seconds / alone:.2f}",
             )  # fmt: skip
     runs = [timed(engine, ids(1, args.prompt), 2)[0] for _ in range(args.repeats)]
     seconds, rate = sorted(runs)[len(runs) // 2], matmul_rate(torch.bfloat16)
-    prefill.add_row(
-        name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}", f"{rate / 1e9:.0f}",
+    _row(prefill, name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}", f"{rate / 1e9:.0f}",
         f"{operations / rate / seconds:.2f}",
     )  # fmt: skip
 
@@ -202,9 +206,9 @@ def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table) ->
     with torch.inference_mode():
         timed(model, ids[:, :64], 4)
         _, seconds = timed(model, ids[:, : args.contexts[0]], 9)
-        decode.add_row(name, "transformers bfloat16", "1", f"{args.contexts[0]}", f"{1e3 * seconds:.2f}", *[""] * 4)
+        _row(decode, name, "transformers bfloat16", "1", f"{args.contexts[0]}", f"{1e3 * seconds:.2f}", *[""] * 4)
         first, _ = timed(model, ids, 2)
-    prefill.add_row(name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
+    _row(prefill, name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
 
 
 def main() -> None:

@@ -185,6 +185,8 @@ def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expec
     formats = [*step.formats.values()]
     if isinstance(step.shape, ExpertsShape) and step.shape.gate.gated:
         formats += formats[:1]
+    if has_state(step):  # what a state gives is a product of queries, keys and values, rounded in one matrix each
+        formats += [format for target, format in step.formats.items() if target.endswith(".in.weight")] * 2
     quantized = math.hypot(*(quant_format(format).proof_tolerance for format in formats))
     own = wanted.own_error
     if has_state(step):  # what a call rounds stays in the state, and may be seen in any later call
