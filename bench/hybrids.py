@@ -193,8 +193,9 @@ def measure(name: str, format: str, args: argparse.Namespace, decode: Table, pre
             )  # fmt: skip
     runs = [timed(engine, ids(1, args.prompt), 2)[0] for _ in range(args.repeats)]
     seconds, rate = sorted(runs)[len(runs) // 2], matmul_rate(torch.bfloat16)
-    _row(prefill, name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}", f"{rate / 1e9:.0f}",
-        f"{operations / rate / seconds:.2f}",
+    _row(
+        prefill, name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}",
+        f"{rate / 1e9:.0f}", f"{operations / rate / seconds:.2f}",
     )  # fmt: skip
 
 
