@@ -138,7 +138,7 @@ def install(
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         # Not a bound method, which would unpickle as the class's own.
         module.generate = partial(generate, module)  # type: ignore[assignment]
-        if caches and hasattr(module, _STATEFUL):
+        if caches and getattr(module, _STATEFUL, False):
             setattr(module, _STATEFUL, False)
     install_continuous(module)
     fix_vocabulary(module)

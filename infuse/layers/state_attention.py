@@ -32,7 +32,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def __init__(self, shape: LinearAttentionShape, context: BuildContext):
         super().__init__(shape, context)
         if not shape.delta:
-            self.turned = _STATE_SPACE_TURNED
+            self.turned = dict(_STATE_SPACE_TURNED)  # a dict, as the view of one cannot be pickled
         for matrix in shape.matrices:
             self.add_module(matrix.target, context.linear(matrix))
         self.hold_conv(shape.conv, shape.channels, context.bodies)
