@@ -6,6 +6,7 @@ transformers refuses to verify candidates for most of them; here the answers are
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -190,6 +191,24 @@ def test_caches_whose_states_do_not_go_back_are_refused() -> None:
 
 
 # ---- other modes
+
+
+@pytest.mark.parametrize("kinds", [("moe", "full_attention", "moe"), ("mlp", "linear_attention", "full_attention")])
+def test_a_first_layer_that_caches_nothing(kinds: tuple[str, ...]) -> None:
+    """Models ask the first layer of a cache how many tokens there are."""
+    family = BY_NAME["nemotron_h"]
+    family = replace(family, values={**family.values, "layers_block_type": [*kinds]})
+    original, engine = family.make(), injected(family.make())
+    assert not [left for left in engine.plan.left if left.path.startswith("model.layers.")]
+    for padding, asked in (("left", {}), ("left", dict(num_beams=3)), (None, LOOKUP)):
+        given = inputs(family, batch=1 if asked is LOOKUP else 2, tokens=9, padding=padding, seed=12)
+        settings = dict(max_new_tokens=7, do_sample=False, return_dict_in_generate=True)
+        wanted = original.generate(**given, **settings, **({} if asked is LOOKUP else asked))
+        found = engine.generate(**given, **settings, **asked)
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert isinstance(found.past_key_values, KVCache)
+        assert found.past_key_values.get_mask_sizes(2, 0) == (found.past_key_values.get_seq_length() + 2, 0)
+        assert found.past_key_values.get_seq_length() >= wanted.sequences.shape[1] - 1
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -59,7 +59,7 @@ ALONE = {
                 {name: value for name, value in _MOE.items() if name != "num_hidden_layers"}, n_routed_experts=4,
                 n_group=1, topk_group=1, moe_shared_expert_intermediate_size=24, head_dim=12, mamba_num_heads=4,
                 mamba_head_dim=12, ssm_state_size=8, n_groups=2, chunk_size=8,
-                layers_block_type=["attention", "moe", "moe"],
+                layers_block_type=["moe", "attention", "moe"],
             ),
         ),
         Family(
