@@ -71,7 +71,7 @@ class DirectSteps:
         step = self._step(parts, calls, inputs, outputs)
         if step is None or self.proven:
             return outputs, step
-        before = step.cache.get_seq_length() - 1
+        before = step.cache.layers[0].length - 1
         step.cache.rewind(before)
         again = step(inputs["input_ids"])
         if again is not None and torch.equal(again, outputs.logits):

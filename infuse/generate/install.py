@@ -369,8 +369,10 @@ def _holds_all_states(model: Any) -> bool:
     except Exception:  # transformers' `generate` raises it, too, unless the caller gives a cache
         return False
     ours = {part._index for part in model.modules() if isinstance(part, Mixer)}
-    kinds = enumerate(type(layer).__name__ for layer in cache.layers)
-    return all(kind in _OF_KEYS_ALONE or index in ours for index, kind in kinds)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    if kinds[:1] == [_OF_NOTHING]:  # models ask the first layer how many tokens there are
+        return False
+    return all(kind in _OF_KEYS_ALONE or index in ours for index, kind in enumerate(kinds))
 
 
 def _accepts_cache(model: Any) -> bool:

@@ -77,25 +77,6 @@ class KVCache(Cache):
     def slots(self) -> list[Slot]:
         return [*self.layers, *self.more.values()]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens in layer `layer_idx`; for a first layer that caches nothing, in the next one."""
-        slot = self._counting(layer_idx)
-        return slot.get_seq_length() if slot else 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys that `query_length` new tokens see in layer `layer_idx`, and the first one's index."""
-        slot = self._counting(layer_idx)
-        return slot.get_mask_sizes(query_length) if slot else (query_length, 0)
-
-    def _counting(self, index: int) -> Slot | None:
-        """The slot that counts the tokens of layer `index`: models ask the first layer, which may cache nothing."""
-        if index >= len(self.layers):
-            return None
-        own = self.layers[index]
-        if index or own.is_initialized:
-            return own
-        return next((slot for slot in self.layers if slot.is_initialized), own)
-
     def reset(self) -> None:
         for slot in self.slots:
             slot.reset()

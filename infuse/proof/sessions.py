@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, StaticCache
 
 from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
@@ -82,7 +82,7 @@ def block_sessions(
     if convolves:
         sessions.append(Session("padded frames", (first_tokens(getattr(model, "config", None)),), FEW, frames=True))
     theirs = partial(DynamicCache, config=getattr(model, "config", None))
-    recurs = recurs or _keeps_states(theirs)
+    recurs = recurs or not _fits_ours(theirs)
     for i, session in enumerate(sessions):
         if recurs and session.make_cache is our_cache:
             sessions[i] = replace(session, make_cache=theirs, also=(our_cache, *session.also))
@@ -219,12 +219,17 @@ def session_inputs(
         yield arguments | more, real
 
 
-def _keeps_states(make_cache: Callable[[], Cache]) -> bool:
-    """Whether the model's own cache holds states besides keys and values."""
+def _fits_ours(make_cache: Callable[[], Cache]) -> bool:
+    """Whether the model's own layers can use our cache, which holds their keys and values.
+
+    They keep no states in it, and they ask its first layer how many tokens there are: one that has some.
+    """
     try:
-        return any(hasattr(layer, "recurrent_states") for layer in make_cache().layers)
+        layers = make_cache().layers
     except Exception:  # of a config that transformers makes no cache for
-        return False
+        return True
+    counts = all(isinstance(layer, CacheLayerMixin) for layer in layers[:1])
+    return counts and not any(hasattr(layer, "recurrent_states") for layer in layers)
 
 
 def _counts_tokens(cache: Cache) -> bool:
