@@ -97,6 +97,14 @@ class Binder:
             self.differ(f"{path} has no {name}")
             return None
 
+    def own_count(self, path: str, name: str) -> int:
+        """A positive number that is an attribute of the module at `path`."""
+        number = self.attribute(path, name)
+        if isinstance(number, int) and number > 0:
+            return number
+        self.differ(f"{path}.{name} is {number!r}, not a positive number")
+        return 1
+
     def claim(self, name: str) -> Any:
         if name in self.claimed:
             self.differ(f"parameter {name} is claimed twice")

@@ -11,14 +11,14 @@ The linears of `low` have few rows, so they are whole on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
-from infuse.architectures.short_conv import CausalConv, ConvShape
-from infuse.architectures.state_attention import GatedNormShape, bind_norm, bind_out, check_silu
+from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, Parameter, Share, named
+from infuse.architectures.short_conv import CausalConv, ConvShape, RecurrentShape, check_silu
+from infuse.architectures.state_attention import GatedNormShape, bind_norm, bind_out
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ChannelDelta:
         return self
 
     def bind(self, binder: Binder, name: str) -> ChannelDeltaShape:
-        heads, width = (self._number(binder, leaf) for leaf in ("num_heads", "head_dim"))
+        heads, width = (binder.own_count(self.module, leaf) for leaf in ("num_heads", "head_dim"))
         rows = heads * width
         low = [paths[0] for paths in (self.decay, self.gate) if len(paths) == 2]
         first = {"q_proj": rows, "k_proj": rows, "v_proj": rows, "b_proj": heads}
@@ -92,13 +92,6 @@ class ChannelDelta:
         binder.fill_linear(target, tuple(named(self.module, path) for path in rows), False)
         return columns or 1
 
-    def _number(self, binder: Binder, leaf: str) -> int:
-        number = binder.attribute(self.module, leaf)
-        if isinstance(number, int) and number > 0:
-            return number
-        binder.differ(f"{self.module}.{leaf} is {number!r}, not a positive number")
-        return 1
-
     def _bound(self, binder: Binder) -> float | None:
         if not self.bound or (self.bounded and not binder.attribute(self.module, self.bounded)):
             return None
@@ -111,7 +104,7 @@ class ChannelDelta:
 
 
 @dataclass(frozen=True)
-class ChannelDeltaShape(MixerShape):
+class ChannelDeltaShape(RecurrentShape):
     """Dimensions and settings of one ChannelDelta. If ranks share it, the values are one rank's.
 
     `width` is that of keys and of values. `decay_rank`, `gate_rank`: columns of their second linears, 0 if the first
@@ -129,10 +122,6 @@ class ChannelDeltaShape(MixerShape):
     bound: float | None
     rounded: bool
     replaces: tuple[str, ...] = ()
-    causal: bool = True
-    inverted_mask: bool = False
-
-    takes_scores_mask: ClassVar[bool] = False
 
     @property
     def scale(self) -> float:

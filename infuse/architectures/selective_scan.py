@@ -19,8 +19,8 @@ from torch import nn
 from infuse.architectures.bind import Binder, FoundLinear
 from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, MixerShape, Parameter, Share, inside, named
-from infuse.architectures.short_conv import CausalConv, ConvShape
+from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, Parameter, Share, inside, named
+from infuse.architectures.short_conv import CausalConv, ConvShape, RecurrentShape, check_silu
 from infuse.errors import SpecMismatch
 
 DT, KEYS, QUERIES = "dt_norm", "key_norm", "query_norm"  # names of norms in the new module
@@ -43,6 +43,7 @@ class SelectiveScan:
         channels, rank = step.rows, step.columns
         states = (projected.rows - rank) // 2
         self._check(binder, found, states)
+        check_silu(binder, module)
         for leaf, linear in (("in", into), ("x", projected), ("out", out)):
             binder.fill_linear(named(name, leaf), (f"{module}.{leaf}_proj",), linear.bias)
         # The bias is added inside of softplus: the original reads the weight, and never calls the module.
@@ -81,13 +82,10 @@ class SelectiveScan:
                 )
         if not found["dt_proj"].bias:
             binder.differ(f"{self.module}.dt_proj has no bias")
-        activation = binder.attribute(self.module, "activation")
-        if activation not in ("silu", "swish"):
-            binder.differ(f"{self.module}.activation is {activation!r}; only SiLU is understood")
 
 
 @dataclass(frozen=True)
-class SelectiveScanShape(MixerShape):
+class SelectiveScanShape(RecurrentShape):
     """Dimensions and settings of one selective scan. `rank` is dt's, `norms` are those of dt, keys and queries."""
 
     hidden: int
@@ -100,10 +98,7 @@ class SelectiveScanShape(MixerShape):
     out_bias: bool
     norms: tuple[tuple[str, NormShape], ...] = ()
     replaces: tuple[str, ...] = ()
-    causal: bool = True
-    inverted_mask: bool = False
 
-    takes_scores_mask: ClassVar[bool] = False
     continues: ClassVar[bool] = False
 
     @property

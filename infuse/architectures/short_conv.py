@@ -45,6 +45,21 @@ class ConvShape:
         return (Parameter("conv", extents), *((Parameter("conv_bias", extents),) if self.bias else ()))
 
 
+def check_silu(binder: Binder, module: str) -> None:
+    """Convolutions of the mixer at the path `module` end with its activation: only SiLU is understood."""
+    activation = binder.attribute(module, "activation")
+    if activation not in ("silu", "swish"):
+        binder.differ(f"{module}.activation is {activation!r}; only SiLU is understood")
+
+
+class RecurrentShape(MixerShape):
+    """A mixer with states, which has a ConvShape `conv` over `channels`. Its masks are over tokens."""
+
+    causal = True
+    inverted_mask = False
+    takes_scores_mask: ClassVar[bool] = False
+
+
 @dataclass(frozen=True)
 class ShortConv:
     """y = out(c * conv(b * x)), with [b | c | x] = in(hidden), of the module at the path `module`."""
@@ -74,7 +89,7 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
-class ShortConvShape(MixerShape):
+class ShortConvShape(RecurrentShape):
     """Dimensions of one short convolution. If ranks share it, the values are one rank's."""
 
     hidden: int
@@ -83,10 +98,6 @@ class ShortConvShape(MixerShape):
     in_bias: bool
     out_bias: bool
     replaces: tuple[str, ...] = ()
-    causal: bool = True
-    inverted_mask: bool = False
-
-    takes_scores_mask: ClassVar[bool] = False
 
     @property
     def state_values(self) -> int:

@@ -11,7 +11,6 @@ A state space has B for keys, C for queries, x for values, and the time step dt 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,8 +18,8 @@ from torch import nn
 
 from infuse.architectures.bind import Binder, FoundLinear
 from infuse.architectures.multipliers import Factors, Multipliers
-from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, named
-from infuse.architectures.short_conv import CausalConv, ConvShape
+from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, Parameter, Share, named
+from infuse.architectures.short_conv import CausalConv, ConvShape, RecurrentShape, check_silu
 from infuse.errors import SpecMismatch
 from infuse.parallel.slices import Span
 
@@ -48,28 +47,21 @@ class GatedDelta:
         return self
 
     def bind(self, binder: Binder, name: str) -> LinearAttentionShape:
-        key_heads, heads, key_width, value_width = _numbers(
-            binder, self.module, ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-        )
-        sizes = _sizes(key_heads, heads, key_width, value_width)
-        sections, into = _bind_inputs(binder, name, self, sizes, key_heads)
-        out = bind_out(binder, name, named(self.module, self.out), heads * value_width)
-        check_silu(binder, self.module)
-        return LinearAttentionShape(
-            hidden=into.columns,
+        leaves = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+        key_heads, heads, key_width, value_width = (binder.own_count(self.module, leaf) for leaf in leaves)
+        return _bound(
+            binder,
+            name,
+            self,
+            _sizes(key_heads, heads, key_width, value_width),
             key_heads=key_heads,
             heads=heads,
             key_width=key_width,
             value_width=value_width,
-            sections=sections,
-            conv=_bind_conv(binder, name, self.module, sections, sizes),
-            in_bias=into.bias,
-            out_bias=out.bias,
             delta=True,
             beta_factor=2.0 if self.doubles and binder.attribute(self.module, self.doubles) else 1.0,
             norm=bind_norm(binder, name, named(self.module, self.norm), value_width, value_width, gate_first=False),
-            replaces=(self.module,),
-        )._with(binder, name, self.module)
+        )
 
 
 @dataclass(frozen=True)
@@ -94,46 +86,31 @@ class StateSpace:
         return self
 
     def bind(self, binder: Binder, name: str) -> LinearAttentionShape:
-        groups, heads, state_width, width = _numbers(
-            binder, self.module, ("n_groups", "num_heads", "ssm_state_size", "head_dim")
-        )
-        sizes = _sizes(groups, heads, state_width, width)
-        sections, into = _bind_inputs(binder, name, self, sizes, groups)
-        out = bind_out(binder, name, named(self.module, self.out), heads * width)
+        leaves = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+        groups, heads, state_width, width = (binder.own_count(self.module, leaf) for leaf in leaves)
         limits = binder.attribute(self.module, "time_step_limit")
         if not isinstance(limits, (tuple, list)) or len(limits) != 2:
             binder.differ(f"{self.module}.time_step_limit is {limits!r}, not two numbers")
             limits = (0.0, math.inf)
-        check_silu(binder, self.module)
         columns, norm = heads * width, named(self.module, self.norm)
         gate_first = not getattr(binder.module(norm, optional=True), "norm_before_gate", False)
-        return LinearAttentionShape(
-            hidden=into.columns,
+        return _bound(
+            binder,
+            name,
+            self,
+            _sizes(groups, heads, state_width, width),
             key_heads=groups,
             heads=heads,
             key_width=state_width,
             value_width=width,
-            sections=sections,
-            conv=_bind_conv(binder, name, self.module, sections, sizes),
-            in_bias=into.bias,
-            out_bias=out.bias,
             delta=False,
             limits=(float(limits[0]), float(limits[1])),
-            norm=bind_norm(binder, name, norm, columns // max(groups, 1), columns, gate_first=gate_first),
+            norm=bind_norm(binder, name, norm, columns // groups, columns, gate_first=gate_first),
             skip=True,
-            replaces=(self.module,),
-            factors=self.multipliers.bind(binder, len(sections)),
+            factors=self.multipliers.bind(binder, sum(len(sections) for _, sections in self.inputs)),
             mask_argument=self.mask,
             beside=self.beside,
-        )._with(binder, name, self.module)
-
-
-def _numbers(binder: Binder, module: str, names: Sequence[str]) -> list[int]:
-    found = [binder.attribute(module, name) for name in names]
-    for name, number in zip(names, found, strict=True):
-        if not isinstance(number, int) or number < 1:
-            binder.differ(f"{module}.{name} is {number!r}, not a positive number")
-    return [number if isinstance(number, int) and number > 0 else 1 for number in found]
+        )
 
 
 def _sizes(key_heads: int, heads: int, key_width: int, value_width: int) -> dict[str, int]:
@@ -142,10 +119,26 @@ def _sizes(key_heads: int, heads: int, key_width: int, value_width: int) -> dict
     return {Q: keys, K: keys, V: values, GATE: values, BETA: heads, STEP: heads}
 
 
-def check_silu(binder: Binder, module: str) -> None:
-    activation = binder.attribute(module, "activation")
-    if activation not in ("silu", "swish"):
-        binder.differ(f"{module}.activation is {activation!r}; only SiLU is understood")
+def _bound(
+    binder: Binder, name: str, of: GatedDelta | StateSpace, sizes: dict[str, int], **own: Any
+) -> LinearAttentionShape:
+    """Bind what both kinds have: first linears, convolution, parameters of heads, last linear."""
+    sections, into = _bind_inputs(binder, name, of, sizes, own["key_heads"])
+    out = bind_out(binder, name, named(of.module, of.out), sizes[V])
+    check_silu(binder, of.module)
+    conv = CausalConv(named(of.module, "conv1d"))
+    shape = LinearAttentionShape(
+        hidden=into.columns,
+        sections=sections,
+        conv=conv.bind(binder, name, sum(sizes[section] for section in (Q, K, V))),
+        in_bias=into.bias,
+        out_bias=out.bias,
+        replaces=(of.module,),
+        **own,
+    )
+    for leaf in shape.of_heads:
+        binder.fill_parameter(named(name, leaf), named(of.module, leaf), (shape.heads,))
+    return shape
 
 
 def _bind_inputs(
@@ -179,12 +172,6 @@ def bind_out(binder: Binder, name: str, path: str, columns: int) -> FoundLinear:
     return out
 
 
-def _bind_conv(binder: Binder, name: str, module: str, sections: Sections, sizes: dict[str, int]) -> ConvShape:
-    return CausalConv(named(module, "conv1d")).bind(
-        binder, name, sum(sizes[each] for each in sections if each in (Q, K, V))
-    )
-
-
 def bind_norm(binder: Binder, name: str, path: str, width: int, columns: int, *, gate_first: bool) -> GatedNormShape:
     norm = binder.module(path)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -215,7 +202,7 @@ class GatedNormShape:
 
 
 @dataclass(frozen=True)
-class LinearAttentionShape(MixerShape):
+class LinearAttentionShape(RecurrentShape):
     """Dimensions and settings of one linear attention. If ranks share it, the values are one rank's.
 
     `sections` are those of the first matrix, in order. `delta`: the delta rule, else a state space, whose `limits` are
@@ -237,19 +224,14 @@ class LinearAttentionShape(MixerShape):
     limits: tuple[float, float] = (0.0, math.inf)
     skip: bool = False
     replaces: tuple[str, ...] = ()
-    causal: bool = True
-    inverted_mask: bool = False
     factors: Factors | None = None
     mask_argument: str = ""
     beside: bool = False
 
-    takes_scores_mask: ClassVar[bool] = False
-
-    def _with(self, binder: Binder, name: str, module: str) -> LinearAttentionShape:
-        """Bind the parameters of each head."""
-        for leaf in ("A_log", "dt_bias", *(("D",) if self.skip else ())):
-            binder.fill_parameter(named(name, leaf), named(module, leaf), (self.heads,))
-        return self
+    @property
+    def of_heads(self) -> tuple[str, ...]:
+        """Parameters with a number for each head."""
+        return ("A_log", "dt_bias", *(("D",) if self.skip else ()))
 
     @property
     def scale(self) -> float:
@@ -287,12 +269,11 @@ class LinearAttentionShape(MixerShape):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         convolved = [section for section in self.sections if section in (Q, K, V)]
-        of_heads = ("A_log", "dt_bias", *(("D",) if self.skip else ()))
         norm = Parameter("norm", self.extents(V) if self.norm.columns > self.value_width else ())
         return (
             *super().parameters,
             *self.conv.parameters(self.extents(*convolved)),
-            *(Parameter(leaf, self.extents(STEP)) for leaf in of_heads),
+            *(Parameter(leaf, self.extents(STEP)) for leaf in self.of_heads),
             *((norm,) if self.norm.there else ()),
         )
 

@@ -27,9 +27,6 @@ class ChannelDelta(Recurrent[ChannelDeltaShape]):
 
     def __init__(self, shape: ChannelDeltaShape, context: BuildContext):
         super().__init__(shape, context)
-        for matrix in shape.matrices:
-            self.add_module(matrix.target, context.linear(matrix))
-        self.hold_conv(shape.conv, shape.channels, context.bodies)
         self.A_log, self.dt_bias, self.norm = empty(shape.heads), empty(shape.rows), empty(shape.width)
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.part import MixerShape
-from infuse.architectures.short_conv import ConvShape, ShortConvShape
+from infuse.architectures.short_conv import RecurrentShape, ShortConvShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
@@ -25,7 +24,7 @@ from infuse.layers.named_attention import is_paged
 from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.slot import CONV, ForeignStates, StateSlot
 
-Shape = TypeVar("Shape", bound=MixerShape)
+Shape = TypeVar("Shape", bound=RecurrentShape)
 
 
 class Recurrent(Mixer[Shape], NativeMixer):
@@ -40,6 +39,12 @@ class Recurrent(Mixer[Shape], NativeMixer):
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__(shape, context)
         self.by_name = False  # whatever attention function the config names
+        for matrix in shape.matrices:
+            self.add_module(matrix.target, context.linear(matrix))
+        of: Any = shape
+        self.conv = empty(of.channels, 1, of.conv.taps)
+        self.register_parameter("conv_bias", empty(of.channels) if of.conv.bias else None)
+        self._convolve = ops.causal_conv.bound(context.bodies.get("causal_conv", ops.REFERENCE))
 
     def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         """What `over_time` takes of each token, [B, T, ...] each."""
@@ -76,12 +81,6 @@ class Recurrent(Mixer[Shape], NativeMixer):
     def scaled(self, out_BTC: Tensor) -> Tensor:
         """The result times a number, if the layer has one."""
         return out_BTC
-
-    def hold_conv(self, shape: ConvShape, channels: int, bodies: Mapping[str, str]) -> None:
-        self.conv = nn.Parameter(torch.empty(channels, 1, shape.taps), requires_grad=False)
-        bias = nn.Parameter(torch.empty(channels), requires_grad=False) if shape.bias else None
-        self.register_parameter("conv_bias", bias)
-        self._convolve = ops.causal_conv.bound(bodies.get("causal_conv", ops.REFERENCE))
 
     def convolved(
         self, x_BTC: Tensor, state: Tensor | None, gate: Tensor | None = None, out_gate: Tensor | None = None
@@ -136,8 +135,8 @@ class Recurrent(Mixer[Shape], NativeMixer):
 
     # ---- in one call of C++
 
-    def native_conv(self, to: PartWriter, shape: ConvShape) -> None:
-        to.put(taps=shape.taps)
+    def native_conv(self, to: PartWriter) -> None:
+        to.put(taps=self.conv.shape[-1])
         to.tensor("conv")
         to.tensor("conv_bias")
 
@@ -157,18 +156,12 @@ class Recurrent(Mixer[Shape], NativeMixer):
         slot.advance(x_BTC.shape[1])
 
 
-def empty(size: int) -> nn.Parameter:
+def empty(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(size), requires_grad=False)
 
 
 class ShortConv(Recurrent[ShortConvShape]):
     struct, mixed = "short_conv", True
-
-    def __init__(self, shape: ShortConvShape, context: BuildContext):
-        super().__init__(shape, context)
-        for matrix in shape.matrices:
-            self.add_module(matrix.target, context.linear(matrix))
-        self.hold_conv(shape.conv, shape.channels, context.bodies)
 
     def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         """The gates of the convolution's input and output, and its input."""
@@ -188,7 +181,7 @@ class ShortConv(Recurrent[ShortConvShape]):
 
     def native(self, to: PartWriter) -> None:
         decline_if({"an encoder has no states": to.of_encoder})
-        self.native_conv(to, self.shape.conv)
+        self.native_conv(to)
         to.part("in", as_field="into")
         to.part("out")
         to.storage("convolved")

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from infuse import ops
 from infuse.architectures.selective_scan import DT, KEYS, QUERIES, SelectiveScanShape
@@ -17,7 +16,7 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.linear import direct
 from infuse.layers.native_part import NotNative, PartWriter
 from infuse.layers.norm import Norm
-from infuse.layers.recurrent import Recurrent
+from infuse.layers.recurrent import Recurrent, empty
 from infuse.layers.slot import CONV, STATE
 
 
@@ -26,12 +25,8 @@ class SelectiveScan(Recurrent[SelectiveScanShape]):
 
     def __init__(self, shape: SelectiveScanShape, context: BuildContext):
         super().__init__(shape, context)
-        for matrix in shape.matrices:
-            self.add_module(matrix.target, context.linear(matrix))
-        self.hold_conv(shape.conv, shape.channels, context.bodies)
-        sizes = {"dt_bias": (shape.channels,), "A_log": (shape.channels, shape.states), "D": (shape.channels,)}
-        for leaf, size in sizes.items():
-            self.register_parameter(leaf, nn.Parameter(torch.empty(size), requires_grad=False))
+        self.dt_bias, self.D = empty(shape.channels), empty(shape.channels)
+        self.A_log = empty(shape.channels, shape.states)
         for name, norm in shape.norms:
             self.add_module(name, Norm(norm, context.bodies))
         self._scan = ops.selective_scan.bound(context.bodies.get("selective_scan", ops.REFERENCE))

@@ -33,9 +33,6 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         super().__init__(shape, context)
         if not shape.delta:
             self.turned = dict(_STATE_SPACE_TURNED)  # a dict, as the view of one cannot be pickled
-        for matrix in shape.matrices:
-            self.add_module(matrix.target, context.linear(matrix))
-        self.hold_conv(shape.conv, shape.channels, context.bodies)
         for leaf, there in (("A_log", True), ("dt_bias", True), ("D", shape.skip)):
             self.register_parameter(leaf, empty(shape.heads) if there else None)
         self.register_parameter("norm", empty(shape.norm.columns) if shape.norm.there else None)
@@ -129,7 +126,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         )  # fmt: skip
         to.put(delta=shape.delta, gate_first=norm.gate_first, sigmoid=norm.sigmoid, norm_width=norm.width)
         to.put_reals(scale=shape.scale, beta_factor=shape.beta_factor, least=least, most=most, eps=norm.eps)
-        self.native_conv(to, shape.conv)
+        self.native_conv(to)
         for leaf in ("A_log", "dt_bias", "D", "norm"):
             to.tensor(leaf)
         to.part("in", as_field="into")
