@@ -164,8 +164,10 @@ class Answer:
         """
         if not (self.takes_ids and self.gives_logits):
             return None
-        # The kernel ends where the cache is full.
-        tokens = self._with_room().tokens(ids_B1, cos_sin, self.length, count, ends)
+        native = self._with_room()
+        # A step that finds no room has already overwritten the states before its first attention.
+        count = int(min(count, self._room_tokens - self.length))
+        tokens = native.tokens(ids_B1, cos_sin, self.length, count, ends)
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 
@@ -188,8 +190,8 @@ class Answer:
 def _program(
     before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor, around: tuple[float, float, bool]
 ) -> ProgramText:
-    begin, end, divides = around
     """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them."""
+    begin, end, divides = around
     text = ProgramText(FEW_TOKENS, len(before) + len(blocks) + len(after), whole=True)
     for node, table in enumerate(before):
         with text.step_of("embed"), text.inside("part", "table"):
@@ -205,6 +207,8 @@ def _program(
             _write_norm(PartWriter(text, norm, text.roots - 2), norm)
         with text.step_of("head"), text.inside("part", "head"), text.inside("product", "linear"):
             head.native(PartWriter(text, head, text.roots - 1))
+        if divides and math.frexp(end)[0] == 0.5:  # a power of two: the product has the same bits
+            divides, end = False, 1 / end
         if end != 1.0:
             _write_number(text, "divide" if divides else "scale", end)
     return text

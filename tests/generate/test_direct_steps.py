@@ -29,6 +29,7 @@ NEW = 9
 # The first decode step is traced and made again; the prompt's step and the traced one are the model's.
 DIRECT = NEW - 1
 DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite"]
+WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h"]
 # Models that compute something between their parts.
 ELSEWHERE = {"gpt2": "adds positions", "gemma2": "caps the logits"}
 
@@ -176,10 +177,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic", "granite"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic", "granite", *WITH_STATES])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
-    """Over the ends of the table of positions and of the cache's room; rotary positions of their own step by step."""
+    """Over the end of the table of positions; rotary positions of their own step by step."""
     original = BY_NAME[name].make(vocab_size=8192, max_position_embeddings=256, tie_word_embeddings=False)
     engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
     exact = answer(original, batch, max_new_tokens=150)
@@ -205,9 +206,13 @@ def test_steps_in_one_call_end_before_a_window(window: int, calls: list[int]) ->
     assert sum(calls) == (0 if window == 5 else window - 1 - (7 + 1))
 
 
-def test_steps_in_one_call_end_where_the_cache_is_full(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", *WITH_STATES])
+def test_steps_in_one_call_end_where_the_cache_is_full(
+    name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step more would find no room in the first attention, after the states before it have been overwritten."""
     monkeypatch.setattr(install, "_PREPARED_TOKENS", 0)  # so that the cache has to grow
-    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    original = BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=False)
     engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
     assert torch.equal(answer(engine, max_new_tokens=100), answer(original, max_new_tokens=100))
     assert calls[0] == 64 - (7 + 1) and sum(calls) == 100 - 2

@@ -45,7 +45,8 @@ class NativeProgram:
         If the program begins with a table, x are token ids [B, T]; if it ends with a head, the result are logits.
         `inputs`: cos, sin, turn, mask, bias, keys, values, start, value. The new tokens' keys and values are appended
         at `start` to keys and values, or to the storages that the program holds; nothing before `start` changes, even
-        if the result is None. cos and sin are as in ops.rotary; if `turn` is not negative, they are a table with the
+        if the result is None. States of recurrences are overwritten; raises RuntimeError if a kernel refuses a step
+        afterwards. cos and sin are as in ops.rotary; if `turn` is not negative, they are a table with the
         step's only token at this index. Mask and bias are as in ops.attention, which is causal without a mask. `value`
         [B, T, P] is what a step goes over.
         """
@@ -55,6 +56,7 @@ class NativeProgram:
         """The likeliest tokens [B, steps] of up to `count` steps, each but the last one the input of the next step.
 
         A step that gives one of `ends` is the last one. None, with nothing done, if the program does not begin with a
-        table and end with a head, or if a kernel does not support the arguments.
+        table and end with a head, or if a kernel does not support the arguments. Raises RuntimeError as `run` does: the
+        storages need room for `count` tokens.
         """
         return self._tokens(self._held, ids_B1, cos_sin.cos, cos_sin.sin, cos_sin.index, start, count, ends)

@@ -81,6 +81,11 @@ inline Tensor empty_rows(const Tensor& x, int64_t columns) {
 }
 inline Tensor empty_as(const Tensor& x) { return empty_rows(x, x.size(x.dim() - 1)); }
 
+// What may be missing, and where it lies.
+using MaybeTensor = std::optional<Tensor>;
+template <class T>
+const void* data_of(const std::optional<T>& t) { return t ? t->const_data_ptr() : nullptr; }
+
 // Minimum work of a thread, in elements, so that waking another thread saves more than it costs.
 constexpr int64_t kGrainElements = 16384;
 

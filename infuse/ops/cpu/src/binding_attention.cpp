@@ -91,7 +91,8 @@ bool rotated(const Array& x, const Maybe& cos, const Maybe& sin, bool interleave
   RotaryArgs a{};
   if (!set_rotated(a, x, interleaved)) return false;
   if (cos && sin && !set_turns(a, x, *cos, *sin)) return false;
-  a.heads = x.size(2);
+  a.heads = q.size(1);
+  if (x.size(2) < a.heads) return false;
   a.q = q.mutable_data_ptr();
   a.q_b = a.heads * a.tokens * a.width, a.q_t = a.width, a.q_n = a.tokens * a.width;
   run_rotary(a, x.size(0));
@@ -305,7 +306,7 @@ namespace {
 
 std::optional<Tensor> rotary_append_op(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
                                        Tensor values, int64_t start, int64_t heads, bool interleaved) {
-  if (qkv.dim() != 4) return std::nullopt;
+  if (qkv.dim() != 4 || keys.dim() != 4 || qkv.size(2) != heads + 2 * keys.size(1)) return std::nullopt;
   Tensor q = empty({qkv.size(0), heads, qkv.size(1), qkv.size(3)}, qkv);
   const bool done = rotary_append(qkv, cos, sin, Array::written(keys), Array::written(values), start, heads,
                                   interleaved, Array::written(q));

@@ -17,8 +17,6 @@ namespace {
 constexpr int64_t kChunkTokens = 256;
 constexpr int64_t kLeastTokens = 128;  // per thread; with fewer, the threads share each part
 
-const void* data_of(const Maybe& t) { return t ? t->const_data_ptr() : nullptr; }
-
 // Buffers besides the result: enough for x, y, branch and the next value.
 constexpr int64_t kBuffers = 3;
 

@@ -46,7 +46,8 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
 }
 
 // What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
-// a program of several blocks holds itself. `value`: what a LayerInputPart multiplies with.
+// a program of several blocks holds itself; states, which are given in their place, are overwritten. `value`: what a
+// LayerInputPart multiplies with.
 struct Given {
   Maybe cos, sin, mask, bias, keys, values, value;
   int64_t start;
@@ -58,6 +59,7 @@ struct StepMachine {
   Maybe x, y = x, branch;
   std::optional<Tensor> logits;  // the memory of x after a head
   bool last = false;
+  mutable bool wrote_state = false;
 
   Maybe norm(const NormPart& part, const Maybe& of) const {
     if (part.kind == NormKind::factor) return times(of, first_of(*part.weight));
@@ -128,6 +130,7 @@ struct StepMachine {
     ConvArgs conv = conv_of(a, rows, 2 * channels, channels, *state, y);
     conv.gate = bytes_at(rows, 0), conv.out_gate = bytes_at(rows, channels);
     conv.gate_b = conv.out_b = conv.x_b, conv.gate_t = conv.out_t = conv.x_t;
+    wrote_state = true;
     convolve(conv);
     return times(a.out, y, *from);
   }
@@ -140,7 +143,7 @@ struct StepMachine {
     const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
     multiply(a.into, *from, rows, given.once);
     ConvArgs conv = conv_of(a, rows, a.conv_at(), channels, *seen, qkv);
-    conv.silu = true;
+    conv.silu = wrote_state = true;
     convolve(conv);
     const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens);
     std::vector<float> skip(a.D ? size_t(a.heads) : 0);
@@ -370,11 +373,20 @@ struct StepMachine {
   }
 };
 
+// Callers make a step again that a machine cannot make. Where it has already overwritten a state, that would be wrong.
+void refuse_half_done(bool half_done) {
+  STD_TORCH_CHECK(!half_done, "a step failed after it had overwritten a state; begin again with a new cache");
+}
+
 std::optional<Tensor> run_on_team(const Program& program, const Given& given, const Array& x) {
   std::optional<Tensor> result;
+  bool half_done = false;
   Team::together([&] {
     StepMachine machine{given, x};
-    if (!run(program, machine)) return;
+    if (!run(program, machine)) {
+      half_done = machine.wrote_state;
+      return;
+    }
     if (program.has_head()) {
       result = machine.logits;
       return;
@@ -384,6 +396,7 @@ std::optional<Tensor> run_on_team(const Program& program, const Given& given, co
     result = empty(sizes, 3, dtype_of(type_of(y)));
     std::memcpy(result->mutable_data_ptr(), y.const_data_ptr(), size_t(y.numel()) * y.element_size());
   });
+  refuse_half_done(half_done);
   return result;
 }
 
@@ -457,7 +470,6 @@ class Held {
   bool taken_ = false;            // whether the kernels support these
 };
 
-using MaybeTensor = std::optional<Tensor>;
 
 // The words of the steps that `hold` understands.
 std::string step_words() {
@@ -508,13 +520,17 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
   const Maybe cosines = array_of(cos), sines = array_of(sin);
   const int64_t rows = first.size(0), row_sizes[] = {rows, 1};
   std::vector<int64_t> chosen;  // [steps, rows]
+  bool half_done = false;
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
       const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {},
                         start + step, parsed->once};
       StepMachine machine{given, x};
-      if (!run(program, machine)) return;
+      if (!run(program, machine)) {
+        half_done = machine.wrote_state;
+        return;
+      }
       const Array tokens(row_sizes, 2, ScalarType::Long);
       auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
       largest(*machine.x, to);
@@ -523,6 +539,7 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
       x = tokens;
     }
   });
+  refuse_half_done(half_done);
   if (chosen.empty()) return std::nullopt;
   const int64_t steps = int64_t(chosen.size()) / rows, sizes[] = {rows, steps};
   Tensor tokens = empty(sizes, 2, aoti_torch_dtype_int64());

@@ -8,10 +8,6 @@
 namespace infuse {
 namespace {
 
-using Maybe = std::optional<Tensor>;
-
-const void* data_of(const Maybe& t) { return t ? t->const_data_ptr() : nullptr; }
-
 ModulatedArgs over(const Tensor& x) {
   ModulatedArgs a{};
   a.x = x.const_data_ptr(), a.type = type_of(x);
@@ -61,8 +57,8 @@ std::tuple<Tensor, Tensor> gated_add_norm(Tensor x, Tensor gate, Tensor residual
   return {sum, y};
 }
 
-Tensor joined_heads(Tensor first, Maybe second, Maybe first_q, Maybe first_k, Maybe second_q, Maybe second_k, Maybe cos,
-                    Maybe sin, double eps) {
+Tensor joined_heads(Tensor first, MaybeTensor second, MaybeTensor first_q, MaybeTensor first_k, MaybeTensor second_q, MaybeTensor second_k, MaybeTensor cos,
+                    MaybeTensor sin, double eps) {
   JoinedArgs a{};
   a.x[0] = first.const_data_ptr(), a.x[1] = data_of(second);
   a.q[0] = data_of(first_q), a.q[1] = data_of(second_q), a.k[0] = data_of(first_k), a.k[1] = data_of(second_k);

@@ -54,10 +54,10 @@ inline bool are_scales(const Array& scale, Code code) {
 bool takes_integers(const LinearArgs& a, int64_t code);
 
 // binding_attention.cpp. They return false, with nothing written, for unsupported arguments.
-// q [B, heads, T, D] from qkv [B, T, heads + 2 kv_heads, D]; appends keys and values.
+// q [B, heads, T, D] from qkv [B, T, heads + 2 kv_heads + others, D]; appends keys and values.
 bool rotary_append(const Array& qkv, const Maybe& cos, const Maybe& sin, const Array& keys, const Array& values,
                    int64_t start, int64_t heads, bool interleaved, const Array& q);
-// q [B, heads, T, D] from x [B, T, heads, D].
+// q [B, heads, T, D] from x [B, T, heads + others, D].
 bool rotated(const Array& x, const Maybe& cos, const Maybe& sin, bool interleaved, const Array& q);
 bool activation(const Array& x, int64_t act, const Array& y);
 bool gated_activation(const Array& x, int64_t act, const Array& y);

@@ -1,16 +1,14 @@
-// What recurrent mixers compute as PyTorch operators; ops/cpu/{causal_conv,linear_attention,gated_norm}.py check shapes
-// and dtypes.
+// What recurrent mixers compute as PyTorch operators; ops/cpu/recurrence.py checks shapes and dtypes.
 #include "binding.h"
 #include "binding_ops.h"
 
 namespace infuse {
 
 void convolve(const ConvArgs& a) {
-  const int64_t tiles = a.batch * conv_tiles(a.tokens, kConvTokens) * conv_tiles(a.channels, kConvChannels);
+  const int64_t tiles = a.batch * tiles_in(a.tokens, kConvTokens) * tiles_in(a.channels, kConvChannels);
   const int64_t each = std::min(a.tokens, kConvTokens) * std::min(a.channels, kConvChannels) * a.taps;
   const auto some = kernels().recurrence.convolve;
-  parallel_for(0, tiles, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(each, 1)),
-               [&](int64_t begin, int64_t end) { some(a, begin, end); });
+  over_rows(tiles, each, [&](int64_t begin, int64_t end) { some(a, begin, end); });
   // The last rows of what it saw. Rows that move up inside `after` are read before they are written.
   const int64_t row_bytes = a.channels * (a.type == Type::f32 ? 4 : 2), from_call = std::min(a.tokens, a.taps);
   for (int64_t b = 0; b < a.batch; ++b) {
@@ -40,9 +38,8 @@ void convolve(const ConvArgs& a) {
 
 void scan(const ScanArgs& a) {
   const auto heads = kernels().recurrence.scan;
-  const int64_t each = a.key_width * a.value_width * a.tokens;
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(each, 1));
-  parallel_for(0, a.batch * a.heads, grain, [&](int64_t begin, int64_t end) { heads(a, begin, end); });
+  over_rows(a.batch * a.heads, a.key_width * a.value_width * a.tokens,
+            [&](int64_t begin, int64_t end) { heads(a, begin, end); });
 }
 
 void gated_norm(const GatedNormArgs& a, int64_t rows) {
@@ -52,9 +49,6 @@ void gated_norm(const GatedNormArgs& a, int64_t rows) {
 
 namespace {
 
-using MaybeTensor = std::optional<Tensor>;
-
-const void* data_of(const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; }
 const float* floats_of(const MaybeTensor& t) { return static_cast<const float*>(data_of(t)); }
 
 std::tuple<Tensor, Tensor> causal_conv(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor state, MaybeTensor gate,

@@ -4,8 +4,6 @@
 namespace infuse {
 namespace {
 
-using MaybeTensor = std::optional<Tensor>;
-
 std::tuple<Tensor, Tensor> selective_scan(Tensor x, Tensor dt, Tensor keys, Tensor queries, MaybeTensor gate,
                                           Tensor a_log, Tensor dt_bias, Tensor skip, MaybeTensor state) {
   SelectiveArgs a{};
@@ -17,15 +15,16 @@ std::tuple<Tensor, Tensor> selective_scan(Tensor x, Tensor dt, Tensor keys, Tens
   a.dt = dt.const_data_ptr(), a.dt_b = dt.stride(0), a.dt_t = dt.stride(1);
   a.keys = keys.const_data_ptr(), a.keys_b = keys.stride(0), a.keys_t = keys.stride(1);
   a.queries = queries.const_data_ptr(), a.queries_b = queries.stride(0), a.queries_t = queries.stride(1);
-  if (gate) a.gate = gate->const_data_ptr(), a.gate_b = gate->stride(0), a.gate_t = gate->stride(1);
+  a.gate = data_of(gate);
+  if (gate) a.gate_b = gate->stride(0), a.gate_t = gate->stride(1);
   a.a_log = a_log.const_data_ptr(), a.dt_bias = dt_bias.const_data_ptr(), a.skip = skip.const_data_ptr();
-  a.before = state ? static_cast<const float*>(state->const_data_ptr()) : nullptr;
+  a.before = static_cast<const float*>(data_of(state));
   a.after = static_cast<float*>(after.mutable_data_ptr()), a.y = y.mutable_data_ptr();
   a.type = type_of(x), a.weight_type = type_of(a_log);
   const int64_t each = std::min(a.channels, kScanChannels) * a.states * a.tokens;
   const auto some = kernels().recurrence.selective;
-  parallel_for(0, a.batch * scan_tiles(a.channels), std::max<int64_t>(1, kGrainElements / std::max<int64_t>(each, 1)),
-               [&](int64_t begin, int64_t end) { some(a, begin, end); });
+  over_rows(a.batch * tiles_in(a.channels, kScanChannels), each,
+            [&](int64_t begin, int64_t end) { some(a, begin, end); });
   return {y, after};
 }
 

@@ -153,5 +153,15 @@ struct RowBlocks {
 };
 inline RowBlock row_block(int64_t rows, int64_t most, int64_t b) { return RowBlocks(rows, most)[b]; }
 
+// Calls run with a value of the element type.
+template <class F>
+auto with_type(Type type, const F& run) {
+  switch (type) {
+    case Type::bf16: return run(bf16());
+    case Type::f16: return run(f16());
+    default: return run(float());
+  }
+}
+
 }  // namespace INFUSE_ISA
 }  // namespace infuse

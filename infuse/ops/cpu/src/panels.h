@@ -102,14 +102,5 @@ struct Scales {
 #endif
 };
 
-template <class F>
-auto with_type(Type type, const F& run) {
-  switch (type) {
-    case Type::bf16: return run(bf16());
-    case Type::f16: return run(f16());
-    default: return run(float());
-  }
-}
-
 }  // namespace INFUSE_ISA
 }  // namespace infuse

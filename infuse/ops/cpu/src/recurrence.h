@@ -1,7 +1,8 @@
-// What recurrent mixers compute. A state [D, V] of linear attention is read and written once for a block of tokens: with
-// R tokens, those before a token in its block add to what the state gives it. All in float32, rounded once.
+// What recurrent mixers compute. A state [D, V] of linear attention is read and written once for a block of R tokens;
+// what a token writes, the later ones of its block read from the block itself. All in float32, rounded once.
 #pragma once
 
+#include <cstring>
 #include <memory>
 
 #include "activation.h"
@@ -99,7 +100,7 @@ void convolve_channels(const ConvArgs& a, int64_t b, int64_t first, int64_t last
 
 template <class T, class W>
 void convolve_tile(const ConvArgs& a, int64_t tile) {
-  const int64_t across = conv_tiles(a.channels, kConvChannels), along = conv_tiles(a.tokens, kConvTokens);
+  const int64_t across = tiles_in(a.channels, kConvChannels), along = tiles_in(a.tokens, kConvTokens);
   const int64_t c = tile % across * kConvChannels, first = tile / across % along * kConvTokens, b = tile / across / along;
   const int64_t end = c + kConvChannels < a.channels ? c + kConvChannels : a.channels,
                 last = first + kConvTokens < a.tokens ? first + kConvTokens : a.tokens;
@@ -275,12 +276,19 @@ struct ScanHead {
         state(a.after + (b * a.heads + head) * a.key_width * a.value_width), skip(a.skip ? a.skip[head] : 0.0f) {}
 };
 
-// Calls run(c, n, registers) for the columns of values: `registers` registers from c on, of n lanes each.
+// Calls run(c, n, registers) for the columns of values: `registers` registers from c on, of n lanes each. A head of 64
+// columns is one pass over whole cache lines of its state, not four over a part of each row.
 template <int NC, class F>
 [[gnu::always_inline]] inline void over_values(int64_t columns, const F& run) {
   int64_t c = 0;
-  for (; c + NC * Vec::width <= columns; c += NC * Vec::width) run(c, Vec::width, std::integral_constant<int, NC>());
-  for (; c + Vec::width <= columns; c += Vec::width) run(c, Vec::width, std::integral_constant<int, 1>());
+  const auto registers = [&](auto count) {
+    constexpr int64_t most = decltype(count)::value * Vec::width;
+    for (; c + most <= columns; c += most) run(c, Vec::width, count);
+  };
+  registers(std::integral_constant<int, NC>());
+  if constexpr (NC > 4) registers(std::integral_constant<int, 4>());
+  if constexpr (NC > 2) registers(std::integral_constant<int, 2>());
+  if constexpr (NC > 1) registers(std::integral_constant<int, 1>());
   if (c < columns) run(c, int(columns - c), std::integral_constant<int, 1>());
 }
 
@@ -300,7 +308,8 @@ void scan_few(const ScanArgs& a, const ScanHead<T>& of, int64_t b, int64_t head,
 // Many tokens: some columns of the state at a time stay in the nearest cache for kScanBlocks blocks.
 constexpr int kScanBlocks = 8, kBlockTokens = 4;
 template <class T, bool DELTA>
-void scan_many(const ScanArgs& a, const ScanHead<T>& of, int64_t b, int64_t head, int64_t first, ScanBlock<4>* blocks) {
+void scan_many(const ScanArgs& a, const ScanHead<T>& of, int64_t b, int64_t head, int64_t first,
+               ScanBlock<kBlockTokens>* blocks) {
   for (int i = 0; i < kScanBlocks; ++i) prepare_block<T>(a, b, head, first + i * kBlockTokens, blocks[i]);
   const int64_t D = a.key_width, V = a.value_width;
   over_values<kScanRegisters / kBlockTokens>(V, [&](int64_t c, int n, auto registers) {
@@ -333,10 +342,10 @@ void scan_head(const ScanArgs& a, int64_t b, int64_t head) {
   int64_t t = 0;
   constexpr int64_t kMany = kScanBlocks * kBlockTokens;
   if (a.tokens >= kMany) {
-    const std::unique_ptr<ScanBlock<4>[]> blocks(new ScanBlock<4>[kScanBlocks]);
+    const std::unique_ptr<ScanBlock<kBlockTokens>[]> blocks(new ScanBlock<kBlockTokens>[kScanBlocks]);
     for (; t + kMany <= a.tokens; t += kMany) scan_many<T, DELTA>(a, of, b, head, t, blocks.get());
   }
-  for (; t + 4 <= a.tokens; t += 4) scan_few<T, 4, DELTA>(a, of, b, head, t);
+  for (; t + kBlockTokens <= a.tokens; t += kBlockTokens) scan_few<T, kBlockTokens, DELTA>(a, of, b, head, t);
   for (; t + 2 <= a.tokens; t += 2) scan_few<T, 2, DELTA>(a, of, b, head, t);
   for (; t < a.tokens; ++t) scan_few<T, 1, DELTA>(a, of, b, head, t);
 }

@@ -23,9 +23,10 @@ struct ConvArgs {
   Type type, weight_type;  // weight_type: that of bias, too; `type` or f32
 };
 
-// A convolution is computed in tiles of these sizes, by channels, then by tokens, then by batch rows.
+// A convolution is computed in tiles of these sizes, by channels, then by tokens, then by batch rows: long enough that
+// the taps - 1 rows that a tile reads again cost little, and wide enough that its rows are whole pages of memory.
 constexpr int64_t kConvTokens = 32, kConvChannels = 1024;
-constexpr int64_t conv_tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+constexpr int64_t tiles_in(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 // For each head, with a state S [D, V] in float32: S = exp(decay) S + k d', where d = beta (v - S' k) if `delta`, with S
 // after the decay, else d = beta v; out = S' q + skip v. Heads share q and k in groups of heads / groups. `normalise`:
@@ -74,7 +75,6 @@ struct SelectiveArgs {
 // A selective scan is computed in tiles of this many channels. A tile of 16 states each has 16 KB of rates and states,
 // and its rows of bf16 are whole cache lines.
 constexpr int64_t kScanChannels = 128;
-constexpr int64_t scan_tiles(int64_t channels) { return (channels + kScanChannels - 1) / kScanChannels; }
 
 struct RecurrenceKernels {
   void (*convolve)(const ConvArgs&, int64_t begin, int64_t end);         // tiles; `after` is not written

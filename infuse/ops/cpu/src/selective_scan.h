@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "activation.h"
+#include "elements.h"
 #include "kernels.h"
 #include "vec_math.h"
 
@@ -123,7 +125,7 @@ void scan_channels(const SelectiveArgs& a, int64_t b, int64_t first, int64_t las
 }
 
 inline void selective(const SelectiveArgs& a, int64_t begin, int64_t end) {
-  const int64_t tiles = scan_tiles(a.channels);
+  const int64_t tiles = tiles_in(a.channels, kScanChannels);
   const int64_t step = std::min(kScanChannels, kScanFloats / a.states / Vec::width * Vec::width);
   with_type(a.type, [&](auto type) {
     using T = decltype(type);
