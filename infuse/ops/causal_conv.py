@@ -25,9 +25,12 @@ def causal_conv(
     """y[t] = out_gate[t] * act(bias + sum over j of weight[:, j] * seen[t - K + 1 + j]), with seen = x * gate, and the
     last K rows of `seen` after these tokens.
 
-    `state` are those before them; None: zeros. `seen` is rounded to x.dtype, and so is the convolution before
-    `out_gate`; all else is computed in float32. `silu`: act is SiLU, else nothing. x and gates may be slices of wider
-    rows.
+    x and the gates are [B, T, C] and may be slices of wider rows; weight is [C, K], bias [C], and `state` the K rows
+    before these tokens, [B, K, C]; None: zeros. `silu`: act is SiLU, else the identity. All are in x.dtype, but weight
+    and bias may be in float32. `seen` is rounded to x.dtype, and so is the convolution before `out_gate`; all else is
+    computed in float32. Sizes that do not fit raise RuntimeError, but for those that PyTorch broadcasts.
+
+    It is the short convolution of Mamba (Gu and Dao 2023, arXiv 2312.00752); with gates, that of LFM2.
     """
     tokens, taps = x_BTC.shape[1], weight_CK.shape[1]
     seen_BTC = x_BTC if gate_BTC is None else x_BTC * gate_BTC
@@ -37,7 +40,7 @@ def causal_conv(
     for j in range(taps):
         wide = wide + weight_CK[:, j].float() * all_BLC[:, j + 1 : j + 1 + tokens]
     y = (F.silu(wide) if silu else wide).to(x_BTC.dtype).contiguous()
-    return (y if out_gate_BTC is None else y * out_gate_BTC), all_BLC[:, -taps:].clone()
+    return (y if out_gate_BTC is None else y * out_gate_BTC), all_BLC[:, tokens:].clone()
 
 
 @causal_conv.fake

@@ -15,10 +15,13 @@ from infuse.ops.op import Case, op
 def gated_norm(
     x_BTN: Tensor, gate_BTN: Tensor, weight: Tensor | None, width: int, eps: float, gate_first: bool, sigmoid: bool
 ) -> Tensor:
-    """norm(x) * act(gate), or norm(x * act(gate)) if `gate_first`, in x.dtype; computed in float32, rounded once.
+    """norm(x) * act(gate), or norm(x * act(gate)) if `gate_first`; computed in float32, rounded once to x.dtype.
 
-    norm(y) = y / rms(y) * weight over each `width` columns; the weight [width] or [N] is of all of them or of each.
-    No weight: no norm. `sigmoid`: act is the sigmoid, else SiLU. gate may be a slice of wider rows.
+    norm(y) = y / sqrt(mean(y^2) + eps) * weight over each `width` columns (RMSNormGated of Mamba-2, Dao and Gu 2024,
+    arXiv 2405.21060). x and gate are [B, T, N]; the weight is [width], for all parts of a row, or [N]. No weight: no
+    norm, and `width` and `eps` do not matter. `sigmoid`: act is the sigmoid, else SiLU. All are in x.dtype; gate may be
+    a slice of wider rows. A `width` that does not divide N, and other sizes that do not fit, raise RuntimeError, but
+    for those that PyTorch broadcasts.
     """
     x, gate = x_BTN.float(), gate_BTN.float()
     factor = gate.sigmoid() if sigmoid else F.silu(gate)
@@ -26,7 +29,7 @@ def gated_norm(
         return (x * factor).to(x_BTN.dtype)
     parts = (x * factor if gate_first else x).unflatten(-1, (-1, width))
     normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps) * weight.float().view(-1, width)
-    made = normed.flatten(-2)
+    made = normed.reshape(x.shape)  # refuses a weight of more columns, which would make more of them
     return (made if gate_first else made * factor).to(x_BTN.dtype)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.op import Case, op
+from infuse.ops.recurrence import refuse_other_shapes
 
 
 @op(
@@ -25,9 +26,12 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """S = exp(-exp(a_log) step) S + step x keys; y = (S queries + skip x) silu(gate); and the states after all tokens.
 
-    step = softplus(dt + dt_bias). Mamba calls keys B, queries C, skip D and the gate z. Computed in float32, y is in
-    x.dtype. States are float32; no `state`: zeros. x, dt, keys, queries and gate may be slices of wider rows.
+    step = softplus(dt + dt_bias); Mamba (arXiv 2312.00752, algorithm 2) calls keys B, queries C, skip D and the gate z.
+    x, dt and gate are [B, T, C], keys and queries [B, T, N], all in x.dtype, and may be slices of wider rows; a_log is
+    [C, N], dt_bias and skip [C], in x.dtype or float32. The state [B, C, N] is float32; None: zeros. Computed in
+    float32; y [B, T, C] is in x.dtype. Other shapes raise ValueError.
     """
+    _check_shapes(x_BTC, dt_BTC, keys_BTN, queries_BTN, gate_BTC, a_log_CN, dt_bias_C, skip_C, state_BCN)
     x, keys, queries = x_BTC.float(), keys_BTN.float(), queries_BTN.float()
     steps, rates = F.softplus(dt_BTC.float() + dt_bias_C.float()), -a_log_CN.float().exp()
     batch, _, channels = x.shape
@@ -42,12 +46,27 @@ def selective_scan(
     return y.to(x_BTC.dtype).contiguous(), state.clone() if state is state_BCN else state.contiguous()
 
 
+def _check_shapes(
+    x: Tensor, dt: Tensor, keys: Tensor, queries: Tensor, gate: Tensor | None, a_log: Tensor, dt_bias: Tensor,
+    skip: Tensor, state: Tensor | None,
+) -> None:  # fmt: skip
+    """Refuse what would be broadcast, or tokens beyond those of x, which would be ignored."""
+    (batch, tokens, channels), states = x.shape, keys.shape[-1]
+    narrow = (batch, tokens, states)
+    refuse_other_shapes(
+        "selective_scan", dt=(dt, x.shape), gate=(gate, x.shape), keys=(keys, narrow), queries=(queries, narrow),
+        a_log=(a_log, (channels, states)), dt_bias=(dt_bias, (channels,)), skip=(skip, (channels,)),
+        state=(state, (batch, channels, states)),
+    )  # fmt: skip
+
+
 @selective_scan.implement("torch")
 def _in_place(
     x: Tensor, dt: Tensor, keys: Tensor, queries: Tensor, gate: Tensor | None, a_log: Tensor, dt_bias: Tensor,
     skip: Tensor, state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Token by token in the memory of two states."""
+    _check_shapes(x, dt, keys, queries, gate, a_log, dt_bias, skip, state)
     (batch, tokens, channels), states = x.shape, keys.shape[-1]
     steps, rates = F.softplus(dt.float() + dt_bias.float()), -a_log.float().exp()
     given, keys, queries = steps * x.float(), keys.float(), queries.float()

@@ -1,6 +1,8 @@
-"""Every reference against a computation of its own in float64: number by number, as the definition reads."""
+"""References against computations of their own in float64: number by number, as the definition reads."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -248,3 +250,140 @@ def test_linear_by_hand() -> None:
             wanted = ACT2FN[activation](gate) * up
         wanted = wanted if residual is None else residual.double() + wanted
         assert_near(ops.linear.reference(*case.args), wanted, torch.float32, case.label)
+
+
+# ---- recurrent mixers ----
+
+
+def bodies_here(name: str) -> list[str]:
+    return sorted(b for b, body in registered()[name].bodies.items() if not body.needs(Device.of("cpu"), torch.float32))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def convolution_by_hand(args: tuple) -> tuple[Tensor, Tensor]:
+    """One value at a time."""
+    x, weight, bias, state, gate, out_gate, silu = args
+    (batch, tokens, channels), taps = x.shape, weight.shape[1]
+    y, after = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(batch, taps, channels, dtype=torch.float64)
+    for b, c in torch.cartesian_prod(torch.arange(batch), torch.arange(channels)).tolist():
+        seen = [0.0] * taps if state is None else state[b, :, c].tolist()
+        for t in range(tokens):
+            seen.append(float(x[b, t, c]) * (1.0 if gate is None else float(gate[b, t, c])))
+            total = 0.0 if bias is None else float(bias[c])
+            total += sum(float(w) * value for w, value in zip(weight[c], seen[-taps:], strict=True))
+            total *= sigmoid(total) if silu else 1.0
+            y[b, t, c] = total * (1.0 if out_gate is None else float(out_gate[b, t, c]))
+        after[b, :, c] = torch.tensor(seen[-taps:])
+    return y, after
+
+
+def linear_attention_by_hand(args: tuple) -> tuple[Tensor, Tensor]:
+    """One head, one token at a time."""
+    q, k, v, decay, beta, skip, state, scale, normalise, delta = args
+    (batch, tokens, heads, width), groups = v.shape, k.shape[2]
+    out = torch.zeros(v.shape, dtype=torch.float64)
+    after = torch.zeros(batch, heads, k.shape[3], width, dtype=torch.float64)
+    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+        s, group = after[b, h] if state is None else state[b, h].double(), h * groups // heads
+        for t in range(tokens):
+            query, key, value = q[b, t, group].double(), k[b, t, group].double(), v[b, t, h].double()
+            if normalise:
+                query, key = (x / ((x * x).sum() + 1e-6) ** 0.5 for x in (query, key))
+            s = decay[b, t, h].double().exp().view(-1, 1) * s
+            change = float(beta[b, t, h]) * (value - key @ s if delta else value)
+            s = s + torch.outer(key, change)
+            out[b, t, h] = scale * query @ s + (0.0 if skip is None else float(skip[h]) * value)
+        after[b, h] = s
+    return out, after
+
+
+def gated_norm_by_hand(args: tuple) -> Tensor:
+    x, gate, weight, width, eps, gate_first, by_sigmoid = args
+    gate = gate.double()
+    factor = 1 / (1 + (-gate).exp()) * (1.0 if by_sigmoid else gate)
+    if weight is None:
+        return x.double() * factor
+    y = x.double() * (factor if gate_first else 1.0)
+    for first in range(0, x.shape[-1], width):
+        part, at = y[..., first : first + width], first % len(weight)
+        rms = ((part * part).sum(-1, keepdim=True) / width + eps) ** 0.5
+        y[..., first : first + width] = part / rms * weight[at : at + width].double()
+    return y * (1.0 if gate_first else factor)
+
+
+def selective_scan_by_hand(args: tuple) -> tuple[Tensor, Tensor]:
+    """One channel, one token at a time."""
+    x, dt, keys, queries, gate, a_log, dt_bias, skip, state = args
+    (batch, tokens, channels), states = x.shape, keys.shape[-1]
+    y, after = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(batch, channels, states, dtype=torch.float64)
+    for b, c in torch.cartesian_prod(torch.arange(batch), torch.arange(channels)).tolist():
+        s = after[b, c] if state is None else state[b, c].double()
+        for t in range(tokens):
+            step, value = math.log1p(math.exp(float(dt[b, t, c]) + float(dt_bias[c]))), float(x[b, t, c])
+            s = (-a_log[c].double().exp() * step).exp() * s + step * value * keys[b, t].double()
+            y[b, t, c] = s @ queries[b, t].double() + float(skip[c]) * value
+            if gate is not None:
+                y[b, t, c] *= float(gate[b, t, c]) * sigmoid(float(gate[b, t, c]))
+        after[b, c] = s
+    return y, after
+
+
+BY_HAND = {
+    "causal_conv": convolution_by_hand, "linear_attention": linear_attention_by_hand,
+    "gated_norm": gated_norm_by_hand, "selective_scan": selective_scan_by_hand,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_recurrent_mixer_by_hand(name: str) -> None:
+    for case in cases(name):
+        if name != "selective_scan" or case.args[0].numel() < 5000:
+            found, wanted = registered()[name].reference(*case.args), BY_HAND[name](case.args)
+            pairs = [(found, wanted)] if isinstance(found, Tensor) else zip(found, wanted, strict=True)
+            for a, b in pairs:
+                assert_near(a, b, torch.float32, case.label)
+
+
+def test_recurrent_mixers_on_paper() -> None:
+    """A channel, or a head of one column, over two or three tokens, with numbers that can be checked on paper."""
+
+    def of(*numbers: float) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float32).view(1, -1, 1)
+
+    def same(found: Tensor, *numbers: float) -> None:
+        torch.testing.assert_close(found.flatten(), torch.tensor(numbers, dtype=torch.float32))
+
+    y, after = ops.causal_conv(of(1, 2, 3), torch.tensor([[10.0, 1.0]]), torch.tensor([0.5]), None, None, None, False)
+    same(y, 1.5, 12.5, 23.5)
+    same(after, 2, 3)
+    one, log_half = of(1, 1)[..., None], of(math.log(0.5), math.log(0.5))
+    for delta, wanted in ((True, (4, 9, 4.5)), (False, (4, 10, 5))):  # S = 2, then 1 + (8 - 1) / 2 or 1 + 8 / 2
+        args = one, one, of(4, 8)[..., None], log_half, of(0.5, 0.5), None, None, 2.0, False, delta
+        y, after = ops.linear_attention(*args)
+        same(torch.cat((y.flatten(), after.flatten())), *wanted)
+    x, zeros, weight = torch.tensor([[[3.0, 4.0]]]), torch.zeros(1, 1, 2), torch.tensor([4.0, 8.0])
+    same(ops.gated_norm(x, zeros, weight, 2, 3.5, False, True), 1.5, 4)  # sqrt(12.5 + 3.5) = 4
+    same(ops.gated_norm(x, zeros, weight, 2, 0.875, True, True), 3, 8)  # of 1.5 and 2: sqrt(3.125 + 0.875) = 2
+    zero, log_two = torch.zeros(1), math.log(2)  # softplus(0), of which exp(-step) is one half
+    y, after = ops.selective_scan(of(1, 1), of(0, 0), of(1, 1), of(1, 2), None, zero[:, None], zero, zero + 3, None)
+    same(y, log_two + 3, 3 * log_two + 3)
+    same(after, 1.5 * log_two)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("body", bodies_here("linear_attention"))
+def test_large_decays_of_linear_attention(body: str, by_channel: bool, delta: bool) -> None:
+    """Between tokens that keep almost all of the state, tokens that forget all of it."""
+    q, k, v = torch.randn(1, 150, 2, 12), torch.randn(1, 150, 2, 12), torch.randn(1, 150, 2, 8)
+    shape = (1, 150, 2, 12) if by_channel else (1, 150, 2)
+    some = torch.rand(shape)
+    for large in (-30.0, -1e4, -3e38, -float("inf")):
+        decay = torch.where(some < 0.1, large, -0.01 * some)
+        args = q, k, v, decay, torch.rand(1, 150, 2), None, torch.randn(1, 2, 12, 8), 0.3, delta, delta
+        found, wanted = ops.linear_attention.body(body)(*args), linear_attention_by_hand(args)
+        for a, b in zip(found, wanted, strict=True):
+            assert_near(a, b, torch.float32, f"{large}")

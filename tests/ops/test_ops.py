@@ -6,6 +6,7 @@ is tested in test_by_hand.py.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -21,7 +22,10 @@ from infuse import ops
 from infuse.device import Device
 from infuse.errors import ConfigError
 from infuse.ops import HELD, PREFERENCE, REFERENCE, Case, Op, registered
-from tests.support.op_cases import assert_unchanged, cases, in_float32, own, planted, results, widened, written
+from tests.ops.other_sizes import RECURRENT, assert_other_sizes_are_those_of_the_reference
+from tests.ops.recurrence import assert_damage_stays_in_its_heads
+from tests.ops.strides import own, planted
+from tests.support.op_cases import assert_unchanged, cases, in_float32, results, widened, written
 from tests.support.prepared import run_body
 from tests.support.tolerance import assert_near, assert_same_quantization
 
@@ -78,10 +82,10 @@ def test_body_is_the_reference(name: str, body: str, dtype: torch.dtype) -> None
 
 
 # Bodies whose functions are PyTorch's and not as strict as the reference, see test_damage_stays_in_its_row_and_head,
-# and those that compute several tokens at once, in which infinity less infinity is NaN: cpu/test_recurrence.py.
-NOT_STRICT = {
-    ("attention", "torch"), ("group_norm", "torch"), ("linear_attention", "torch"), ("linear_attention", "cpu"),
-}  # fmt: skip
+# and those that compute several tokens at once, of which the earlier ones multiply a later one's infinity by zero, see
+# test_damage_in_linear_attention_stays_in_its_row_and_head.
+NOT_STRICT = {("attention", "torch"), ("group_norm", "torch"), ("linear_attention", "torch")}
+NOT_STRICT_IN_INFINITY = {("linear_attention", "cpu")}
 NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 
 
@@ -103,10 +107,28 @@ def test_an_input_of_another_width_is_refused(name: str, body: str) -> None:
                 function(other.contiguous(), *more)
 
 
+@pytest.mark.parametrize(("name", "body"), [each for each in BODIES if each[0] in RECURRENT])
+def test_arguments_of_another_size_are_refused_or_taken_as_in_the_reference(name: str, body: str) -> None:
+    """A kernel that read beyond a tensor would say nothing, or end the process."""
+    runs(name, body, torch.float32)
+    assert_other_sizes_are_those_of_the_reference(name, registered()[name].body(body), cases(name, torch.float32))
+
+
+@pytest.mark.parametrize("body", registered()["gated_norm"].bodies)
+def test_without_a_weight_the_width_does_not_matter(body: str) -> None:
+    runs("gated_norm", body, torch.float32)
+    x, gate = torch.randn(2, 3, 40), torch.randn(2, 3, 40)
+    for width in (0, 7, 40, 80):
+        found = ops.gated_norm.body(body)(x, gate, None, width, 0.0, True, True)
+        assert_near(found, x * gate.sigmoid(), torch.float32, f"width {width}")
+
+
 @NOT_FINITE
 @pytest.mark.parametrize(("name", "body"), [pair for pair in BODIES if pair not in NOT_STRICT])
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, body: str, value: float) -> None:
     runs(name, body, torch.float32)
+    if (name, body) in NOT_STRICT_IN_INFINITY and not math.isnan(value):
+        pytest.skip("infinity may become NaN where several tokens are computed at once")
     for _, case in planted(name, value):
         if "gelu" in case.label and body not in HELD:  # those take PyTorch's own activation
             # PyTorch's gelu of infinity is NaN in float32 tensors and infinity, as it should be, in float64: that is
@@ -133,6 +155,19 @@ def test_damage_stays_in_its_row_and_head(value: float) -> None:
             assert_near(found[-1, :, others], wanted[-1, :, others], torch.float32, case.label)
 
 
+@NOT_FINITE
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("body", registered()["linear_attention"].bodies)
+def test_damage_in_linear_attention_stays_in_its_row_and_head(
+    body: str, by_channel: bool, delta: bool, value: float
+) -> None:
+    runs("linear_attention", body, torch.float32)
+    function = ops.linear_attention.body(body)
+    for tokens in (1, 9, 70):
+        assert_damage_stays_in_its_heads(function, value, tokens, delta=delta, by_channel=by_channel)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dtype: torch.dtype) -> None:
@@ -142,8 +177,10 @@ def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dty
         wide = in_float32(given, dtype)
         found, wanted = results(op.reference, given, mutated), results(op.reference, wide, mutated)
         for a, b in zip(found, wanted, strict=True):
-            if not (name in ("linear_attention", "selective_scan") and b is wanted[1]):  # states are in float32
-                assert a.dtype == (dtype if b.is_floating_point() and name != "quantize" else b.dtype), case.label
+            expected = dtype if b.is_floating_point() and name != "quantize" else b.dtype
+            if name in ("linear_attention", "selective_scan") and b is wanted[1]:
+                expected = torch.float32  # states
+            assert a.dtype == expected, case.label
             assert_near(a, b, dtype, f"{name}, {case.label}")
 
 

@@ -48,13 +48,8 @@ def row_warps(width: int) -> int:
     return min(max(power_above(width) // 256, 1), 16)
 
 
-def rotary_heads(width: int) -> int:
-    """Heads that one program rotates: 1024 values or one head."""
-    return max(1024 // power_above(width), 1)
-
-
-def norm_rows_at_once(width: int) -> int:
-    """Short rows that one program normalises: 1024 values or one row."""
+def rows_at_once(width: int) -> int:
+    """Short rows, or heads, that one program normalises or rotates: 1024 values or one row."""
     return max(1024 // power_above(width), 1)
 
 
@@ -142,7 +137,8 @@ def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: b
 
 
 CONV_TOKENS, CONV_CHANNELS = 32, 64  # of a program at most: 16 values for each of its 128 threads
-SCANNED_VALUES = 32  # of the state, in the registers of each thread
+# Of the state, in registers of each thread. Its products with a key or a query need as many, and a thread has 255.
+SCANNED_VALUES = 32
 FEW_SCANNED = 8  # tokens for which reading and writing the state takes longer than computing with it
 LARGEST_STATE_WIDTH = 1024  # of keys
 

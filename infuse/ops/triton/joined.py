@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infuse.ops.joined import joined_heads
 from infuse.ops.triton import kernels, needs
-from infuse.ops.triton.configurations import power_above, rotary_heads
+from infuse.ops.triton.configurations import power_above, rows_at_once
 
 
 @joined_heads.implement("triton", needs)
@@ -23,7 +23,7 @@ def _joined_heads(
     cos, sin = cos_sin[0].contiguous() if cos_sin else None, cos_sin[1].contiguous() if cos_sin else None
     batch, tokens, heads, width = first.shape
     whole = tokens + (0 if second is None else second.shape[1])
-    out, start, tile = first.new_empty(batch, whole, heads, width), 0, rotary_heads(width)
+    out, start, tile = first.new_empty(batch, whole, heads, width), 0, rows_at_once(width)
     for x, q, k in ((first, first_q, first_k), (second, second_q, second_k)):
         if x is None or not x.numel():
             continue

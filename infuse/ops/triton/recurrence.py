@@ -20,9 +20,9 @@ from infuse.ops.triton.configurations import (
     CONV_CHANNELS,
     CONV_TOKENS,
     LARGEST_STATE_WIDTH,
-    norm_rows_at_once,
     power_above,
     row_warps,
+    rows_at_once,
     scan_tiles,
 )
 from infuse.ops.triton.norm import LARGEST_WIDTH
@@ -103,7 +103,7 @@ def _gated_norm(
         return gated_norm.reference(x, gate, weight, width, eps, gate_first, sigmoid)
     x, gate, weight = x.contiguous(), _with_columns(gate), None if weight is None else weight.contiguous()
     out, rows = torch.empty_like(x), x.numel() // width
-    many = min(norm_rows_at_once(width), power_above(rows))
+    many = min(rows_at_once(width), power_above(rows))
     kernels("recurrence").gated_norm_rows[(-(-rows // many),)](
         x, gate, weight, out, rows, x.shape[1], columns // width, width,
         1 if weight is None else weight.numel() // width, *gate.stride()[:2], eps, GATE_FIRST=gate_first,

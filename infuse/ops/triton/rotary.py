@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.triton import kernels, needs
-from infuse.ops.triton.configurations import power_above, rotary_heads
+from infuse.ops.triton.configurations import power_above, rows_at_once
 
 
 def _turn_strides(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
@@ -27,7 +27,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
     out = x.new_empty(x.shape)
     if out.numel():
         cos, sin, by_batch, by_token = _turn_strides(cos, sin, batch)
-        tile = rotary_heads(width)
+        tile = rows_at_once(width)
         kernels("rotary").rotate[(batch * tokens, -(-heads // tile))](
             x, cos, sin, out, tokens, heads, width, cos.shape[-1], x.stride(0), x.stride(1), x.stride(2),
             by_batch, by_token, INTERLEAVED=interleaved, HEADS=tile, WIDTH=power_above(width), num_warps=4,
@@ -60,7 +60,7 @@ def _rotary_append(
     by_batch = by_token = 0
     if cos is not None and sin is not None:
         cos, sin, by_batch, by_token = _turn_strides(cos, sin, batch)
-    tile = rotary_heads(width)
+    tile = rows_at_once(width)
     kernels("rotary").rotate_append[(batch * tokens, -(-all_heads // tile))](
         qkv, cos, sin, keys, values, out, start, tokens, heads, kv_heads, width,
         0 if cos is None else cos.shape[-1], capacity,

@@ -8,29 +8,33 @@ from torch import Tensor
 
 from infuse import ops
 from infuse.native import kernels
+from tests.ops.cpu.called import by_kernel, calls_kernel
+from tests.ops.recurrence import rows_of
+from tests.support.op_cases import cases
 from tests.support.tolerance import assert_near
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def given(dtype: torch.dtype, tokens: int, *, by_channel: bool = False) -> tuple[Tensor, ...]:
-    """q, k, v as slices of one row, decay and beta: 2 rows, 4 heads in 2 groups, 40 x 24."""
-    rows = torch.randn(2, tokens, 3 + 2 * 2 * 40 + 4 * 24, dtype=dtype)[..., 3:]
-    q, k, v = rows.split((80, 80, 96), dim=-1)
-    decay = -torch.rand((2, tokens, 4, 40) if by_channel else (2, tokens, 4)) * 2
-    return q.unflatten(-1, (2, 40)), k.unflatten(-1, (2, 40)), v.unflatten(-1, (4, 24)), decay, torch.rand(2, tokens, 4)
-
-
 def scan(args: tuple[Tensor, ...], state: Tensor | None, delta: bool, body: str = "cpu") -> tuple[Tensor, Tensor]:
-    return ops.linear_attention.body(body)(*args, None, state, 40**-0.5, delta, delta)
+    given = (*args, None, state, 40**-0.5, delta, delta)
+    return by_kernel("linear_attention", *given) if body == "cpu" else ops.linear_attention.body(body)(*given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal_conv", "linear_attention", "gated_norm", "selective_scan"])
+def test_every_case_with_tokens_is_computed_by_its_kernel(name: str, dtype: torch.dtype) -> None:
+    for case in cases(name, dtype):
+        _, called = calls_kernel(name, *case.args)
+        assert called == (case.args[0].numel() > 0), case.label
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slices_of_rows_in_parts_are_the_whole(dtype: torch.dtype, delta: bool, by_channel: bool) -> None:
-    args = given(dtype, 23, by_channel=by_channel)
+    args = rows_of(dtype, 23, by_channel=by_channel)
     whole, state = scan(tuple(x.contiguous() for x in args), None, delta, ops.REFERENCE)
     outs, now = [], None
     for first, last in ((0, 1), (1, 6), (6, 8), (8, 23)):
@@ -43,7 +47,7 @@ def test_slices_of_rows_in_parts_are_the_whole(dtype: torch.dtype, delta: bool, 
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_long_prompts_by_chunks_and_by_tokens_agree(delta: bool) -> None:
-    args = given(torch.float32, 1030)
+    args = rows_of(torch.float32, 1030)
     wanted, found = scan(args, None, delta, "torch"), scan(args, None, delta)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -51,7 +55,7 @@ def test_long_prompts_by_chunks_and_by_tokens_agree(delta: bool) -> None:
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_damage_stays_in_later_tokens_of_its_row_and_group(delta: bool) -> None:
-    args = given(torch.float32, 9)
+    args = rows_of(torch.float32, 9)
     wanted, _ = scan(args, None, delta)
     args[1][1, 5, 1, 3] = float("nan")  # the key of heads 2 and 3, in row 1
     found, state = scan(args, None, delta)
@@ -71,17 +75,18 @@ def test_convolution_of_slices_in_parts_is_the_whole(dtype: torch.dtype, taps: i
     for first, last in ((0, 1), (1, 3), (3, 11), (11, 12), (12, 19)):
         of_part = (each[:, first:last] for each in (x, gate, out_gate))
         part, gate_part, out_part = of_part
-        out, now = ops.causal_conv.body("cpu")(part, weight, bias, now, gate_part, out_part, True)
+        out, now = by_kernel("causal_conv", part, weight, bias, now, gate_part, out_part, True)
         outs.append(out)
     assert_near(torch.cat(outs, dim=1), whole, dtype, "outputs")
     assert torch.equal(now, state), "the state is what was seen, bit by bit"
 
 
 def test_gates_of_each_row_of_a_batch_are_found() -> None:
-    """Tokens of a gate that lie at another distance between rows than inside of them."""
+    """Tokens of a gate that lie at another distance between rows than inside of them: not by the kernel."""
     x, wide = torch.randn(3, 5, 32), torch.randn(3, 9, 40)
     gate, weight = wide[:, 2:7, 4:36], torch.randn(32)
-    assert_near(
-        ops.gated_norm.body("cpu")(x, gate, weight, 32, 1e-6, True, False),
-        ops.gated_norm(x, gate.contiguous(), weight, 32, 1e-6, True, False), torch.float32, "gated",
-    )  # fmt: skip
+    found, called = calls_kernel("gated_norm", x, gate, weight, 32, 1e-6, True, False)
+    wanted = ops.gated_norm(x, gate.contiguous(), weight, 32, 1e-6, True, False)
+    assert_near(found, wanted, torch.float32, "gated")
+    assert not called
+    assert calls_kernel("gated_norm", x[:1], gate[:1], weight, 32, 1e-6, True, False)[1]

@@ -24,7 +24,10 @@ from infuse.ops.triton import configurations, experts, linear, quantized_linear
 from infuse.ops.triton.configurations import Tiles
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
-from tests.support.op_cases import assert_unchanged, in_float32, own, planted, results, widened, written
+from tests.ops.other_sizes import RECURRENT, assert_other_sizes_are_those_of_the_reference
+from tests.ops.recurrence import assert_damage_stays_in_its_heads, rows_of
+from tests.ops.strides import own, planted
+from tests.support.op_cases import assert_unchanged, in_float32, results, widened, written
 from tests.support.op_cases import cases as cases_on_cpu
 from tests.support.prepared import run_body
 from tests.support.tolerance import assert_near
@@ -228,23 +231,12 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
 # ---- recurrent mixers ----
 
 
-def recurrence(dtype: torch.dtype, tokens: int, *, by_channel: bool = False) -> tuple[Tensor, ...]:
-    """q, k, v as slices of one row, decay and beta: 2 rows, 4 heads in 2 groups, 40 x 24."""
-    rows = torch.randn(2, tokens, 3 + 2 * 2 * 40 + 4 * 24, dtype=dtype, device=DEVICE)[..., 3:]
-    q, k, v = (
-        rows[..., at : at + size].unflatten(-1, (-1, each))
-        for at, size, each in ((0, 80, 40), (80, 80, 40), (160, 96, 24))
-    )
-    decay = -torch.rand((2, tokens, 4, 40) if by_channel else (2, tokens, 4), device=DEVICE) * 2
-    return q, k, v, decay, torch.rand(2, tokens, 4, device=DEVICE)
-
-
 @by_dtype
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 def test_linear_attention_in_parts_is_the_whole(delta: bool, by_channel: bool, dtype: torch.dtype) -> None:
     """Steps, few tokens and prompts, which have other launches, over slices; the parts' decay is strided, too."""
-    args, fixed = recurrence(dtype, 23, by_channel=by_channel), (40**-0.5, delta, delta)
+    args, fixed = rows_of(dtype, 23, by_channel=by_channel, device=DEVICE), (40**-0.5, delta, delta)
     skip = None if delta else torch.randn(4, device=DEVICE)
     whole, state = ops.linear_attention.reference(*args, skip, None, *fixed)
     outs, now = [], None
@@ -256,13 +248,27 @@ def test_linear_attention_in_parts_is_the_whole(delta: bool, by_channel: bool, d
 
 
 def test_damage_stays_in_later_tokens_of_its_row_and_group() -> None:
-    args = recurrence(torch.float32, 9)
+    args = rows_of(torch.float32, 9, device=DEVICE)
     wanted, _ = ops.linear_attention.body("triton")(*args, None, None, 0.2, True, True)
     args[1][1, 5, 1, 3] = float("nan")  # the key of heads 2 and 3, in row 1
     found, state = ops.linear_attention.body("triton")(*args, None, None, 0.2, True, True)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1, :5], wanted[1, :5])
     assert torch.equal(found[1, :, :2], wanted[1, :, :2])
     assert found[1, 5:, 2:].isnan().all() and state[1, 2:].isnan().all() and not state[1, :2].isnan().any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_damage_in_linear_attention_stays_in_its_row_and_head(by_channel: bool, delta: bool, value: float) -> None:
+    function = ops.linear_attention.body("triton")
+    assert_damage_stays_in_its_heads(function, value, 9, delta=delta, by_channel=by_channel, device=DEVICE)
+
+
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name in OPS])
+def test_arguments_of_another_size_are_refused_or_taken_as_in_the_reference(name: str) -> None:
+    chosen = cases(name, torch.float32)[:: 3 if DEVICE.type == "cpu" else 1]
+    assert_other_sizes_are_those_of_the_reference(name, registered()[name].body("triton"), chosen)
 
 
 @by_dtype

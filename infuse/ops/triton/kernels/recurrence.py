@@ -107,8 +107,7 @@ def scan_tokens(
 ):  # fmt: skip
     """All tokens of one head for COLUMNS columns of values, whose state [PADDED, COLUMNS] stays in registers.
 
-    `each` heads share q and k. Each token is loaded and normalised while the one before it is
-    computed.
+    `each` heads share q and k. Each token is loaded and normalised while the one before it is computed.
     """
     blocks = tl.cdiv(columns, COLUMNS)
     place = (tl.program_id(0) // blocks).to(tl.int64)
