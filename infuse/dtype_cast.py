@@ -18,6 +18,8 @@ from infuse.temporary_hooks import TemporaryHooks
 
 _STRICT = "_keep_in_fp32_modules_strict"
 _WIDE = "_keep_in_fp32_modules"
+# Parameters that these modules make in float32, whatever the dtype: from_pretrained leaves them so.
+_MADE_WIDE = {"OlmoHybridGatedDeltaNet": "A_log", "NemotronHTopkRouter": "weight"}
 _STATISTICS = ("running_mean", "running_var")  # of a batch norm
 _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
 # 4 MiB in float32: allocators keep blocks of this size, while larger ones cost page faults every time.
@@ -192,7 +194,8 @@ def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor)
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     """Names of the parameters that stay in float32 in `dtype`, as when transformers or diffusers loads the model.
 
-    Their names match `_keep_in_fp32_modules_strict`, and they are in float32 or on meta. A model that was cast as a
+    Their names match `_keep_in_fp32_modules_strict`, or their modules make them in float32 whatever the dtype; and they
+    are in float32 or on meta. A model that was cast as a
     whole has them in 16 bits, and keeps them so. In float16, linears in `_keep_in_fp32_modules` count, too, if their
     caller casts to their dtype: T5's sums exceed float16. Models of diffusers have one list for both dtypes.
     """
@@ -201,8 +204,10 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     patterns = {name.replace("*", ".*") for module in model.modules() for name in _names(module, _STRICT)}
     of_diffusers = {name for module in model.modules() if _of_diffusers(module) for name in _names(module, _WIDE)}
     patterns |= {rf"(^|\.){re.escape(name)}(\.|$)" for name in of_diffusers}
-    if dtype == torch.float16:
-        patterns |= {f"^{re.escape(name)}$" for name in _cast_to(model)}
+    modules = ((path, _MADE_WIDE.get(type(module).__name__)) for path, module in model.named_modules())
+    names = [f"{path}.{leaf}".lstrip(".") for path, leaf in modules if leaf]
+    names += _cast_to(model) if dtype == torch.float16 else []
+    patterns |= {f"^{re.escape(name)}$" for name in names}
     if not patterns:
         return frozenset()
     pattern, named = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)

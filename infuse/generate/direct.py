@@ -218,19 +218,21 @@ class Around:
 
     @classmethod
     def of(cls, embedded: Tensor, x: Any, made: Tensor, logits: Tensor, config: Any) -> Around | None:
-        """Find it from the values of one step, by the numbers of the config; None if it does something else."""
-        numbers = [*dict.fromkeys(_numbers(config))]
-        begins = [1.0] if x is embedded else []
-        if isinstance(x, Tensor) and not begins:
-            begins = [number for number in numbers if torch.equal(embedded * number, x)]
-        ends = [cls()] if logits is made else [cls(widens=True)]
-        if logits is not made:
-            found = (cls(end=number, divides=divides) for divides in (False, True) for number in numbers)
-            ends += [around for end in found for around in (end, replace(end, widens=True))]
-        for around in ends if begins else ():
-            if logits is made or (around.ended(made).dtype is logits.dtype and torch.equal(around.ended(made), logits)):
-                return replace(around, begin=begins[0])
-        return None
+        """Find it from the values of one step, by the factors in the config.
+
+        None if it does something else, or if these values do not tell which factor it is: those of a row of zeros.
+        """
+        factors = [factor for factor in dict.fromkeys(_factors(config)) if factor != 1.0]
+        begins = [1.0] if x is embedded else [factor for factor in factors if _equal(x, embedded * factor)]
+        if x is not embedded and _equal(x, embedded):
+            begins.append(1.0)
+        ends = [cls(), *(cls(end=factor, divides=divides) for divides in (False, True) for factor in factors)]
+        if logits is made:
+            ends = ends[:1]
+        else:
+            widens = logits.dtype is not made.dtype
+            ends = [end for each in ends if _equal(logits, (end := replace(each, widens=widens)).ended(made))]
+        return replace(ends[0], begin=begins[0]) if len(begins) == len(ends) == 1 else None
 
     @property
     def steps(self) -> tuple[float, float, bool]:
@@ -249,13 +251,16 @@ class Around:
         return logits.float() if self.widens else logits
 
 
-def _numbers(config: Any) -> Iterator[float]:
-    """Numbers in a config, and in those inside it, that may be factors; 1 where a name says that it is one."""
+def _equal(found: Any, wanted: Tensor) -> bool:
+    return isinstance(found, Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
+
+
+def _factors(config: Any) -> Iterator[float]:
+    """The factors that a config and those inside it name."""
     for name, value in vars(config).items():
-        is_factor = any(word in name for word in _FACTORS) and not isinstance(value, bool)
         if hasattr(value, "model_type"):
-            yield from _numbers(value)
-        elif isinstance(value, float if not is_factor else (int, float)) and (is_factor or value not in (0.0, 1.0)):
+            yield from _factors(value)
+        elif any(word in name for word in _FACTORS) and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield float(value)
 
 

@@ -23,7 +23,7 @@ from infuse import interrupts
 from infuse.architectures.quantized_elsewhere import QUANTIZERS
 from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, with_wrapped
 from infuse.cache_names import cache_in
-from infuse.errors import ContextLimitError, OutOfMemory
+from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
@@ -36,11 +36,12 @@ from infuse.graphs.pool import BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
-from infuse.layers.cache import KVCache
+from infuse.layers.cache import KVCache, tokens_in
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import names_ours
+from infuse.layers.slot import StateSlot
 from infuse.parallel.group import LOCAL, Group
 
 # Initial room in the cache for new tokens; it doubles for longer answers.
@@ -207,6 +208,8 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 "max_out_tokens (None lets the cache grow)"
             )
     graphed = None
+    asked.refuse_candidates()
+    _begin_anew(self, cache_in(arguments))
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
         if installed.buckets is not None and _can_replay(self, installed.are_replayed):
@@ -333,6 +336,21 @@ class _Asked:
             return None if by_length or embeds or not loops_are_own(self._model, UPDATE) else speculate
         return None if self.value("return_dict_in_generate") else decode
 
+    def refuse_candidates(self) -> None:
+        """Raise UnsupportedCall for candidates that transformers' loops would refuse in the middle of an answer."""
+        cache, assistant = cache_in(self._kwargs), self._kwargs.get(_ASSISTANT)
+        verifies = any(self.value(name) is not None for name in _SPECULATE)
+        if verifies and type(cache) is KVCache and not cache.is_croppable:
+            raise UnsupportedCall(
+                "past_key_values: this cache holds states, from which the candidates of prompt lookup or an assistant "
+                "cannot be taken back; give the whole text without a cache, or ask for no candidates"
+            )
+        if assistant is not None and not hasattr(assistant, "_infuse") and not _counts_tokens(assistant):
+            raise UnsupportedCall(
+                f"assistant_model: {type(assistant).__name__} keeps nothing but states, whose tokens transformers does "
+                "not count, so its candidates cannot be taken back; inject the assistant, too (infuse.init_inference)"
+            )
+
     def rows(self) -> int:
         """Return the batch size: prompts times the larger of beams and returned sequences for each."""
         prompts = 1 if self._prompt is None else self._prompt.shape[0]
@@ -354,6 +372,26 @@ class _Asked:
 
 def _has_states(model: Any) -> bool:
     return any(isinstance(part, Mixer) and part.shape.state_values for part in model.modules())
+
+
+def _counts_tokens(model: Any) -> bool:
+    """Whether the cache that transformers makes for a model knows how many tokens it has seen."""
+    try:
+        return tokens_in(DynamicCache(config=model.config.get_text_config(decoder=True))) is not None
+    except Exception:  # of a config that transformers makes no cache for
+        return True
+
+
+def _begin_anew(model: Any, cache: Any) -> None:
+    """Empty a cache of ours of which transformers' `generate` would run the whole text again.
+
+    It counts no tokens in caches of nothing but states, and layers like Mamba's begin several tokens without a state.
+    """
+    slots = cache.slots if type(cache) is KVCache else ()
+    if slots and all(isinstance(slot, StateSlot) for slot in slots):
+        mixers = (part for part in model.modules() if isinstance(part, Mixer))
+        if not all(mixer.shape.continues for mixer in mixers):
+            cache.reset()
 
 
 def _holds_all_states(model: Any) -> bool:
@@ -393,7 +431,7 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     if not isinstance(inputs, Tensor) or inputs.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:
         return
     caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length")]
-    cached_tokens = max([0, *(cache.get_seq_length() for cache in caches)])
+    cached_tokens = max([0, *(tokens_in(cache) or 0 for cache in caches)])
     if isinstance(cached_tokens, Tensor):  # in a capture: its bucket is no larger than the cap
         return
     if cached_tokens + inputs.shape[1] > limit_tokens:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -252,8 +253,12 @@ class Steps:
         rows, count = ids.shape
         part = max(PART_TOKENS // rows, 1)
         before = 0 if mask is None else mask.shape[1] - count  # columns of tokens that the cache holds already
-        for end in range((count - 1) % part + 1, count + 1, part):  # the first part is the shorter one
-            begin = max(end - part, 0)
+        ends: Sequence[int] = range((count - 1) % part + 1, count + 1, part)  # the first part is the shorter one
+        if mask is not None and any(mixer.state_values for mixer in _mixers(self.model)):
+            # Models mask what layers with states see in the first part alone: it takes all of the padding.
+            padded = (mask[:, before:] == 0).any(0).nonzero().flatten().tolist()
+            ends = [end for end in ends if end > max(padded, default=0) or end == count]
+        for begin, end in pairwise((0, *ends)):
             self.inputs = {**inputs, "input_ids": ids[:, begin:end]}
             if mask is not None:
                 self.inputs["attention_mask"] = mask[:, : before + end]
@@ -267,12 +272,13 @@ class Steps:
         inputs = self.inputs
         if not isinstance(cache_in(inputs), KVCache):
             return False
-        prepare = type(self.model).prepare_inputs_for_generation
-        if self._prepares_alone or prepare is not GenerationMixin.prepare_inputs_for_generation:
+        if self._prepares_alone:
             return False
         sizes = {"input_ids": 2, "attention_mask": 2, "position_ids": 2}
         tensors = {name: value.dim() for name, value in inputs.items() if isinstance(value, Tensor)}
-        if any(isinstance(part, Mixer) and not part.shape.continues for part in self.model.modules()):
+        mixers = _mixers(self.model)
+        # Models of nothing but states take a mask of the new tokens alone.
+        if not all(mixer.continues for mixer in mixers) or (mixers and all(mixer.state_values for mixer in mixers)):
             return False
         return all(sizes.get(name) == dims for name, dims in tensors.items()) and not rotates_by_length(self.model)
 
@@ -329,8 +335,16 @@ class Steps:
         return True
 
 
+def _mixers(model: Any) -> list[Any]:
+    """The shapes of a model's attentions and recurrences."""
+    return [part.shape for part in model.modules() if isinstance(part, Mixer)]
+
+
 def _resized(kwargs: dict[str, Any], columns: int) -> dict[str, Any]:
     """Extend masks, positions and token types to `columns`, or cut them, as transformers' assisted decoding does."""
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor):  # which has [3, B, T] for images, and is not cut along its last axis there
+        kwargs = {**kwargs, "position_ids": positions[..., :columns]}
     kwargs = _prepare_attention_mask(kwargs, columns, is_encoder_decoder=False)
     kwargs = _prepare_position_ids(kwargs, columns, is_encoder_decoder=False)
     return _prepare_token_type_ids(kwargs, columns)

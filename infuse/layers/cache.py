@@ -77,6 +77,11 @@ class KVCache(Cache):
     def slots(self) -> list[Slot]:
         return [*self.layers, *self.more.values()]
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens may be dropped: transformers' loops ask before they verify candidates."""
+        return all(slot.is_croppable for slot in self.slots)
+
     def reset(self) -> None:
         for slot in self.slots:
             slot.reset()
@@ -153,6 +158,16 @@ class KVCache(Cache):
     def nbytes(self) -> int:
         """Size of all storage in bytes."""
         return sum(t.nbytes for t in self.storages())
+
+
+def tokens_in(cache: Any) -> Any:
+    """The number of tokens that a cache has seen, or a tensor with it; None for a cache of transformers that holds
+    nothing but states, and does not know.
+    """
+    try:
+        return cache.get_seq_length()
+    except ValueError:
+        return None
 
 
 def self_attention_cache(cache: Any, layer: str, index: int | None) -> Any:

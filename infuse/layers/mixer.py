@@ -24,11 +24,13 @@ Shape = TypeVar("Shape", bound=MixerShape)
 class Mixer(InferenceModule, Generic[Shape]):
     """An attention or a recurrence of a block, called with the new tokens [B, T, C] and the call's other inputs.
 
-    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None). A step over another value, such as
+    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None), or the output alone: what hooks on the
+    original get. A step over another value, such as
     encoder states, passes it as a third argument. State between calls is in the slot of `index` in the cache.
     """
 
     calls_named: ClassVar[bool] = False  # whether it calls the attention function that the model's config names
+    gives_weights: ClassVar[bool] = True  # whether `forward` returns attention weights besides; else the output alone
 
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__()

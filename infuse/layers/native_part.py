@@ -44,8 +44,8 @@ class NativePart:
 class NativeInputs(NamedTuple):
     """What a mixer passes to a call besides x: the arguments of NativeProgram.run, in order.
 
-    Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`. `value`: what a step
-    goes over.
+    Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`; or states, which are
+    overwritten, or made after each token: StateSlot.in_place, row_of_states. `value`: what a step goes over.
     """
 
     cos: Tensor | None = None

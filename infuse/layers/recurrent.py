@@ -28,12 +28,13 @@ Shape = TypeVar("Shape", bound=RecurrentShape)
 
 
 class Recurrent(Mixer[Shape], NativeMixer):
-    """A mixer with states; a mask tells which tokens are real, [B, T]. `forward` returns (output [B, T, C], None).
+    """A mixer with states; a mask tells which tokens are real, [B, T].
 
     A kind computes in `projected` what takes each token alone, and the rest in `over_time`. While the cache keeps the
     state after each token, that runs token by token, as in decode steps.
     """
 
+    gives_weights = False
     turned: Mapping[str, tuple[int, int]] = MappingProxyType({CONV: (1, 2)})  # axes in another order in other caches
 
     def __init__(self, shape: Shape, context: BuildContext):
@@ -60,7 +61,7 @@ class Recurrent(Mixer[Shape], NativeMixer):
         """What the convolution sees, [B, T, C]."""
         raise NotImplementedError
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, None]:  # type: ignore[override]
+    def forward(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
         tokens, mask = x_BTC.shape[1], self.mask_of(inputs)
         slot, states = self.begin(x_BTC, inputs)
         made = self.projected(self.masked(x_BTC, mask))
@@ -76,7 +77,7 @@ class Recurrent(Mixer[Shape], NativeMixer):
             y, after = self.over_time(made, states, mask)
             self.end(slot, tokens, after, made)
         out: Any = self._modules["out"]
-        return self.scaled(direct(out, y)), None
+        return self.scaled(direct(out, y))
 
     def scaled(self, out_BTC: Tensor) -> Tensor:
         """The result times a number, if the layer has one."""
@@ -141,13 +142,15 @@ class Recurrent(Mixer[Shape], NativeMixer):
         to.tensor("conv_bias")
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
-        slot = self.states(inputs)
+        slot, (batch, tokens, _) = self.states(inputs), x_BTC.shape
         if not isinstance(slot, StateSlot) or self.mask_of(inputs) is not None or not slot.length:
             return None
-        if slot.keeps_each and x_BTC.shape[1] > 1:  # the call would leave the last token's state alone
-            return None
-        if (states := slot.in_place(x_BTC.shape[0], x_BTC.shape[1], self.filler)) is None:
-            return None
+        if slot.keeps_each and tokens > 1:
+            if batch > 1:
+                return None
+            states = slot.row_of_states(tokens, self.filler)
+        else:
+            states = slot.in_place(batch, tokens, self.filler)
         conv, *more = states.values()
         return NativeInputs(keys=conv, values=more[0] if more else conv, start=slot.length)
 

@@ -418,6 +418,7 @@ class StateSlot(Slot):
         super().__init__(capacity_tokens, limit_tokens, format)
         self.states: Mapping[str, Tensor] = {}
         self._kept: list[tuple[int, Mapping[str, Tensor]]] = []  # to go back to: tokens and the states after them
+        self._made: dict[str, Tensor] = {}  # of `row_of_states`
 
     def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
         """Return the states before the next `tokens` of each row; empty at first. Raises like KVSlot.reserve."""
@@ -432,13 +433,30 @@ class StateSlot(Slot):
 
         While `keeps_each`, call it after each token.
         """
-        self.states, self.is_initialized = states, True
+        self.states, self.is_initialized, self._made = states, True, {}
         self.advance(tokens)
 
     def advance(self, tokens: int) -> None:
+        made, self._made = self._made, {}
+        for token in range(1, tokens + 1) if made else ():
+            self.end(1, {name: states[token] for name, states in made.items()})
+        if made:
+            return
         self.length += tokens
         if self.keeps_each:
             self._kept.append((self.length, self.states))
+
+    def row_of_states(self, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+        """Room for the states after each of the next `tokens`, behind those before them: [tokens + 1, B, ...] each.
+
+        `advance` then keeps them. There must be states.
+        """
+        states = self.begin(1, tokens, filler)
+        with torch.inference_mode(False):
+            self._made = {name: state.new_empty(tokens + 1, *state.shape) for name, state in states.items()}
+        for name, state in states.items():
+            self._made[name][0] = state
+        return self._made
 
     def in_place(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
         """Like `begin`, but the states may be written to; call `advance` then. There must be some."""
@@ -482,6 +500,7 @@ class StateSlot(Slot):
 
     def reset(self) -> None:
         self.length, self.states, self._kept, self.keeps_each = 0, {}, [], False
+        self._made = {}
 
     def _select(self, rows: Tensor) -> None:
         def selected(states: Mapping[str, Tensor]) -> dict[str, Tensor]:

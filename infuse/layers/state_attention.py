@@ -71,11 +71,14 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         norm, weight = self.shape.norm, self._parameters["norm"]
         if weight is None or not norm.shared_by:
             return self._norm(out_BTN, gate_BTN, weight, norm.width, norm.eps, norm.gate_first, norm.sigmoid)
-        y = out_BTN.float() * silu(gate_BTN.float())
+        y, gate = out_BTN.float(), gate_BTN.float()
+        factor = gate.sigmoid() if norm.sigmoid else silu(gate)
+        y = y * factor if norm.gate_first else y
         squares = y.new_zeros(*y.shape[:2], norm.shared_by)
         squares[..., norm.place] = y.square().sum(-1)
         squares = self._group.all_reduce(squares, f"norm of {self._name}")[..., norm.place, None]
-        return (y * torch.rsqrt(squares / norm.width + norm.eps) * weight.float()).to(out_BTN.dtype)
+        y = y * torch.rsqrt(squares / norm.width + norm.eps) * weight.float()
+        return (y if norm.gate_first else y * factor).to(out_BTN.dtype)
 
     def _sections(self, projected: Tensor) -> dict[str, Tensor]:
         """The sections of the first product; those that are convolved together, as one."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 
 from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
-from infuse.layers.cache import KVCache
+from infuse.layers.cache import KVCache, tokens_in
 
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
@@ -214,7 +214,8 @@ def session_inputs(
             told = _two_texts(mask, sample.dtype) if session.texts else mask
             arguments["attention_mask"] = told.to(sample.device)
             real = None if i else mask.bool()
-            if i and cache is not None and not _counts_tokens(cache):
+            # Without a count, models (Mamba) take a mask of the new tokens alone, and `generate` passes none.
+            if i and cache is not None and tokens_in(cache) is None:
                 del arguments["attention_mask"]
         yield arguments | more, real
 
@@ -230,18 +231,6 @@ def _fits_ours(make_cache: Callable[[], Cache]) -> bool:
         return True
     counts = all(isinstance(layer, CacheLayerMixin) for layer in layers[:1])
     return counts and not any(hasattr(layer, "recurrent_states") for layer in layers)
-
-
-def _counts_tokens(cache: Cache) -> bool:
-    """Whether the cache knows how many tokens it has seen.
-
-    Without that, models (Mamba) take a mask of the new tokens alone, and `generate` passes none after the prompt.
-    """
-    try:
-        cache.get_seq_length()
-    except ValueError:  # it has no layer of keys and values
-        return False
-    return True
 
 
 def _packed(tokens: int, device: torch.device) -> dict[str, Any]:

@@ -197,6 +197,21 @@ def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> N
         assert streamer.given == [7, *[1] * 9] and set(calls) == {1}, "who streams gets each token when it is there"
 
 
+@pytest.mark.parametrize("name", ["granite", "granitemoehybrid-dense"])
+def test_a_token_whose_embedding_is_zero_tells_no_factor(name: str, made: list[bool]) -> None:
+    """The step that is traced: every number of the config times zero is zero."""
+    original = BY_NAME[name].make(tie_word_embeddings=False, embedding_multiplier=12.0)
+    first = answer(original)[0, -NEW]
+    with torch.no_grad():
+        original.get_input_embeddings().weight[first] = 0.0
+    assert answer(original)[0, -NEW] == first
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    assert torch.equal(answer(engine), answer(original)) and not any(made)
+    prompt = torch.tensor([[7, 8, 9]])
+    wanted = original.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(engine.generate(prompt, max_new_tokens=NEW, do_sample=False), wanted)
+
+
 @pytest.mark.parametrize("window", [5, 40])
 def test_steps_in_one_call_end_before_a_window(window: int, calls: list[int]) -> None:
     """From there on the model passes a mask, and is called."""

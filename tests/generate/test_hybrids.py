@@ -18,9 +18,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import infuse
+from infuse.generate import loop
 from infuse.generate.install import uninstall
 from infuse.layers.cache import KVCache
+from infuse.layers.one_call import StepCall
 from infuse.layers.slot import StateSlot
+from infuse.native import kernels
 from tests.models.families import BY_NAME, inputs
 from tests.support.ranks import Ranks
 from tests.support.side_by_side import injected
@@ -41,6 +44,8 @@ def made(name: str, noise: float = 0.0) -> Any:
 
 @cache
 def pair(name: str) -> tuple[Any, Any]:
+    if name == "zamba2":  # not all of its layers are blocks
+        return made(name), infuse.init_inference(made(name), dtype="fp32", progress=False).module
     return made(name), injected(made(name)).module
 
 
@@ -107,6 +112,33 @@ def test_candidates_from_an_assistant(name: str, kind: str, verified: list[int])
     draft = BY_NAME["llama"].make() if kind == "llama" else assistant(name, kind)
     assert torch.equal(generated(pair(name)[1], name, assistant_model=draft), exact(name))
     assert any(verified), "no candidate was rejected"
+
+
+IN_ONE_CALL = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
+
+
+@pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+@pytest.mark.parametrize("name", IN_ONE_CALL)
+def test_candidates_in_bfloat16(name: str, verified: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that verify candidates go in the same call of C++ as plain ones, so they round alike."""
+    engine, draft = (infuse.init_inference(made(name, noise=n), dtype="bf16", progress=False) for n in (0.0, 0.1))
+    wanted = generated(engine, name)
+    of_tokens: dict[bool, list[bool]] = {False: [], True: []}
+    own = StepCall.__call__
+
+    def noted(self: StepCall, block: Any, mixer: Any, x: Tensor, inputs: Any) -> Tensor | None:
+        out = own(self, block, mixer, x, inputs)
+        if inputs.cache.get_seq_length() > 9 + 1:  # after the prompt
+            of_tokens[x.shape[1] > 1].append(out is not None)
+        return out
+
+    monkeypatch.setattr(StepCall, "__call__", noted)
+    assert torch.equal(generated(engine, name, **LOOKUP), wanted)
+    of_tokens[True].clear()
+    assert torch.equal(generated(engine, name, assistant_model=draft), wanted)
+    assert any(verified) and of_tokens[True] and all(of_tokens[True])
+    layers = sum(step.depth == "block" for step in engine.plan.steps)
+    assert len(of_tokens[True]) < layers * (NEW - 2), "no candidate was accepted"
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -190,6 +222,23 @@ def test_caches_whose_states_do_not_go_back_are_refused() -> None:
     assert torch.equal(generated(model, "qwen3_5", **LOOKUP), exact("qwen3_5"))
 
 
+def test_candidates_over_a_cache_that_is_passed_are_refused() -> None:
+    model = pair("qwen3_5")[1]
+    answered = generated(model, "qwen3_5", return_dict_in_generate=True)
+    text = {"input_ids": answered.sequences, "attention_mask": torch.ones_like(answered.sequences)}
+    with pytest.raises(infuse.UnsupportedCall, match="this cache holds states"):
+        model.generate(**text, past_key_values=answered.past_key_values, max_new_tokens=4, **LOOKUP)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_an_assistant_that_counts_no_tokens_is_refused_before_the_prompt(name: str) -> None:
+    draft, streamer = BY_NAME[name].make(), mock.Mock()
+    with pytest.raises(infuse.UnsupportedCall, match="inject the assistant, too"):
+        generated(pair("qwen3_5")[1], "qwen3_5", assistant_model=draft, streamer=streamer)
+    assert not streamer.mock_calls
+    assert torch.equal(generated(pair("qwen3_5")[1], "qwen3_5", assistant_model=injected(draft)), exact("qwen3_5"))
+
+
 # ---- other modes
 
 
@@ -204,6 +253,77 @@ def test_a_first_layer_that_caches_nothing(kinds: tuple[str, ...]) -> None:
     for asked in ({}, dict(num_beams=3)):
         settings: dict[str, Any] = dict(max_new_tokens=7, do_sample=False, **asked)
         assert torch.equal(engine.generate(**given, **settings), original.generate(**given, **settings))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_a_cap_on_tokens_over_caches_that_count_none(name: str) -> None:
+    family = BY_NAME[name]
+    original, engine = family.make(), injected(family.make(), max_out_tokens=64)
+    given = inputs(family, tokens=9)
+    for kind in ("dynamic", "static"):
+        settings: dict[str, Any] = dict(max_new_tokens=5, do_sample=False, cache_implementation=kind)
+        assert torch.equal(engine.generate(**given, **settings), original.generate(**given, **settings))
+    with pytest.raises(infuse.ContextLimitError):
+        engine.generate(**given, max_new_tokens=60)
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba", "jamba", "qwen3_5"])
+def test_a_chat_goes_on_from_the_cache_of_its_last_answer(name: str, padding: str | None) -> None:
+    """The answer to the whole text: of Mamba, whose layers begin several tokens without a state, it is run again."""
+    family = BY_NAME[name]
+    original, engine = family.make(), injected(family.make())
+    settings: dict[str, Any] = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    given = inputs(family, batch=2, tokens=9, padding=padding, seed=4)
+    if name == "jamba":  # its attention counts tokens, so the new ones alone are run, without a state
+        theirs = original.generate(**given, **settings)
+    found = engine.generate(**given, **settings)
+    more = torch.randint(3, 90, (2, 4), generator=torch.Generator().manual_seed(5))
+    text = torch.cat((found.sequences, more), dim=1)
+    mask = torch.cat((given["attention_mask"], torch.ones(2, 9, dtype=torch.long)), dim=1)
+    again = dict(input_ids=text, attention_mask=mask)
+    cache = found.past_key_values
+    assert isinstance(cache, KVCache)
+    after = engine.generate(**again, past_key_values=cache, **settings).sequences
+    whole = original.generate(**again, **settings).sequences
+    if name == "jamba":
+        whole = original.generate(**again, past_key_values=theirs.past_key_values, **settings).sequences
+    assert torch.equal(after, whole)
+
+
+def test_a_cache_with_states_beside_keys_cannot_be_cropped() -> None:
+    name = "falcon_h1-gated-norm"
+    model, own = pair(name)[1], KVCache()
+    with torch.no_grad():
+        model(**prompt(name, 1, None), past_key_values=own)
+    answered = generated(model, name, return_dict_in_generate=True).past_key_values
+    assert all(type(each) is KVCache and not each.is_croppable for each in (own, answered))
+
+
+IN_PARTS = ["bamba", "falcon_h1-gated-norm", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5"]
+AS_A_WHOLE = ["mamba2", "jamba", "zamba2"]  # see docs/hybrids.md
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("name", [*IN_PARTS, *AS_A_WHOLE])
+def test_a_long_prompt_runs_in_parts(name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has all of the padding: models mask what layers with states see there alone."""
+    original, model = pair(name)
+    asked: dict[str, Any] = dict(batch=2, padding=padding, max_new_tokens=5)
+    wanted = generated(original, name, **asked)
+    padded = 9 - int(prompt(name, 2, padding)["attention_mask"].sum(1).min())
+    assert bool(padded) == (padding == "left")
+    monkeypatch.setattr(loop, "PART_TOKENS", 4)
+    calls: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: calls.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        assert torch.equal(generated(model, name, **asked), wanted)
+    finally:
+        hook.remove()
+    first = 9 if name in AS_A_WHOLE else next(end for end in (1, 3, 5, 7, 9) if end >= padded)
+    assert calls[:2] == [first, 1 if first == 9 else 2]
 
 
 MODES: dict[str, dict[str, Any]] = {

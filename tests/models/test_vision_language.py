@@ -36,13 +36,28 @@ def test_pictures_and_text_are_answered_by_blocks_alone(name: str) -> None:
     assert not torch.equal(without, answer(original, "greedy")), "the pictures do not count"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_candidates_from_the_text_beside_pictures(name: str) -> None:
+    """Positions are [3, B, T]; rejected candidates are cut off along the tokens."""
+    engine = infuse.init_inference(made(name), dtype="fp32", progress=False)
+    both = given(engine.module)
+    grid = both["image_grid_thw"][:2]  # of the first text
+    pictures = {"image_grid_thw": grid, "pixel_values": both["pixel_values"][: int(grid.prod(-1).sum())]}
+    one = {name: value[:1] for name, value in both.items()} | pictures
+    settings: dict[str, Any] = dict(max_new_tokens=8, do_sample=False)
+    wanted = made(name).generate(**one, **settings)
+    assert torch.equal(
+        engine.generate(**one, **settings, prompt_lookup_num_tokens=3, max_matching_ngram_size=1), wanted
+    )
+
+
 def on_rank(name: str) -> tuple[Tensor, int]:
     size = {"tp_size": torch.distributed.get_world_size()}
     engine = infuse.init_inference(made(name), dtype="fp32", tensor_parallel=size, progress=False)
     return answer(engine, "greedy"), sum(isinstance(module, Block) for module in engine.module.modules())
 
 
-@pytest.mark.parametrize(("name", "size"), [("Qwen2_5_VL", 2), ("Qwen3VL", 2)])
+@pytest.mark.parametrize(("name", "size"), [("Qwen2_5_VL", 2), ("Qwen3VL", 2), ("Qwen3_5", 2), ("Qwen3_5Moe", 2)])
 def test_ranks_share_the_heads_of_towers_and_text(name: str, size: int, ranks: Ranks) -> None:
     wanted = answer(made(name), "greedy")
     for found, blocks in ranks.run(size, on_rank, name):

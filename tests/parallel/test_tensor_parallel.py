@@ -44,7 +44,7 @@ CUTS = (
 WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
 OTHER_WAYS = [(name, *WAYS[i % 3]) for i, name in enumerate(("gemma2", "gpt2", "bloom", "falcon-7b", "bert", "clip"))]
 OTHER_WAYS += [(name, 2, GLOO) for name in ("qwen3_5", "granitemoehybrid-dense", "nemotron_h")]
-OTHER_WAYS += [(name, 2, SHARED_MEMORY) for name in ("deberta-v3", "gemma4", "falcon_h1")]
+OTHER_WAYS += [(name, 2, SHARED_MEMORY) for name in ("deberta-v3", "gemma4", "falcon_h1", "falcon_h1-gated-norm")]
 OTHER_WAYS += [(name, *way) for name in ("llama", "falcon-40b") for way in WAYS]
 
 

@@ -46,7 +46,7 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
 }
 
 // What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
-// a program of several blocks holds itself; states, which are given in their place, are overwritten. `value`: what a
+// a program of several blocks holds itself; states, which are given in their place, are overwritten (turns_of). `value`: what a
 // LayerInputPart multiplies with.
 struct Given {
   Maybe cos, sin, mask, bias, keys, values, value;
@@ -124,43 +124,53 @@ struct StepMachine {
   Maybe apply(const ShortConvPart& a, const Maybe& from) const {
     const Maybe& state = a.convolved.array ? a.convolved.array : given.keys;
     const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels();
-    if (!holds(state, {batch, a.taps, channels}, from->scalar_type())) return std::nullopt;
+    const int64_t turns = turns_of(state, tokens, {batch, a.taps, channels}, from->scalar_type());
+    if (!turns) return std::nullopt;
     const Array rows = array_rows(*from, a.into.outputs), y = array_rows(*from, channels);
     multiply(a.into, *from, rows, given.once);
-    ConvArgs conv = conv_of(a, rows, 2 * channels, channels, *state, y);
-    conv.gate = bytes_at(rows, 0), conv.out_gate = bytes_at(rows, channels);
-    conv.gate_b = conv.out_b = conv.x_b, conv.gate_t = conv.out_t = conv.x_t;
     wrote_state = true;
-    convolve(conv);
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t row = turn * a.into.outputs;
+      ConvArgs conv = conv_of(a, rows, row + 2 * channels, channels, *state, y, turn, turns);
+      conv.gate = bytes_at(rows, row), conv.out_gate = bytes_at(rows, row + channels);
+      conv.gate_b = conv.out_b = conv.x_b, conv.gate_t = conv.out_t = conv.x_t;
+      convolve(conv);
+    }
     return times(a.out, y, *from);
   }
   Maybe apply(const LinearAttentionPart& a, const Maybe& from) const {
     const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
     const Maybe& state = a.state.array ? a.state.array : given.values;
     const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels(), width = a.into.outputs;
-    if (!holds(seen, {batch, a.taps, channels}, from->scalar_type())) return std::nullopt;
-    if (!holds(state, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float)) return std::nullopt;
+    const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
+    const int64_t same = turns_of(state, tokens, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float);
+    if (!turns || same != turns) return std::nullopt;
     const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
     multiply(a.into, *from, rows, given.once);
-    ConvArgs conv = conv_of(a, rows, a.conv_at(), channels, *seen, qkv);
-    conv.silu = wrote_state = true;
-    convolve(conv);
-    const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens);
+    const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens / turns);
     std::vector<float> skip(a.D ? size_t(a.heads) : 0);
     if (a.D) widen(*a.D, skip.data());
-    ScanArgs scanned{};
-    const auto section = [&](int64_t at) { return bytes_at(qkv, at - a.conv_at()); };
-    scanned.q = section(a.q_at), scanned.k = section(a.k_at), scanned.v = section(a.v_at);
-    scanned.q_t = scanned.k_t = scanned.v_t = channels;
-    scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
-    scanned.decay = decay_and_beta.data(), scanned.beta = decay_and_beta.data() + batch * tokens * a.heads;
-    scanned.skip = a.D ? skip.data() : nullptr;
-    scanned.after = static_cast<float*>(state->mutable_data_ptr()), scanned.before = scanned.after;
-    scanned.out = y.mutable_data_ptr(), scanned.batch = batch, scanned.tokens = tokens;
-    scanned.groups = a.key_heads, scanned.heads = a.heads;
-    scanned.key_width = a.key_width, scanned.value_width = a.value_width;
-    scanned.scale = float(a.scale), scanned.normalise = scanned.delta = a.delta, scanned.type = type_of(y);
-    scan(scanned);
+    wrote_state = true;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      ConvArgs conv = conv_of(a, rows, turn * width + a.conv_at(), channels, *seen, qkv, turn, turns);
+      conv.silu = true;
+      convolve(conv);
+      ScanArgs scanned{};
+      const auto section = [&](int64_t at) { return bytes_at(qkv, turn * channels + at - a.conv_at()); };
+      scanned.q = section(a.q_at), scanned.k = section(a.k_at), scanned.v = section(a.v_at);
+      scanned.q_t = scanned.k_t = scanned.v_t = channels;
+      scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
+      scanned.decay = decay_and_beta.data() + turn * a.heads, scanned.beta = scanned.decay + batch * tokens * a.heads;
+      scanned.skip = a.D ? skip.data() : nullptr;
+      const int64_t each = turns > 1 ? state->numel() / (turns + 1) : 0;
+      scanned.before = static_cast<const float*>(state->const_data_ptr()) + turn * each;
+      scanned.after = static_cast<float*>(state->mutable_data_ptr()) + turn * each + each;
+      scanned.out = bytes_at(y, turn * a.values()), scanned.batch = batch, scanned.tokens = tokens / turns;
+      scanned.groups = a.key_heads, scanned.heads = a.heads;
+      scanned.key_width = a.key_width, scanned.value_width = a.value_width;
+      scanned.scale = float(a.scale), scanned.normalise = scanned.delta = a.delta, scanned.type = type_of(y);
+      scan(scanned);
+    }
     GatedNormArgs gated{};
     gated.x = y.const_data_ptr(), gated.y = y.mutable_data_ptr(), gated.gate = bytes_at(rows, a.gate_at);
     gated.weight = a.norm ? a.norm->const_data_ptr() : nullptr;
@@ -192,25 +202,31 @@ struct StepMachine {
     }
     return made;
   }
-  // Channels [at, at + channels) of rows [B, T, ...], convolved on a state that is changed in place.
+  // Channels from element `at` of rows [B, T, ...] on, convolved on the state of this turn.
   template <class Part>
   static ConvArgs conv_of(const Part& a, const Array& rows, int64_t at, int64_t channels, const Array& state,
-                          const Array& y) {
+                          const Array& y, int64_t turn, int64_t turns) {
+    const int64_t each = turns > 1 ? state.numel() / (turns + 1) : 0;
     ConvArgs conv{};
     conv.x = bytes_at(rows, at), conv.x_t = rows.size(2), conv.x_b = rows.size(1) * rows.size(2);
     conv.weight = a.conv->const_data_ptr(), conv.bias = a.conv_bias ? a.conv_bias->const_data_ptr() : nullptr;
-    conv.after = state.mutable_data_ptr(), conv.before = conv.after, conv.y = y.mutable_data_ptr();
-    conv.batch = rows.size(0), conv.tokens = rows.size(1), conv.channels = channels, conv.taps = a.taps;
+    conv.before = bytes_at(state, turn * each), conv.after = bytes_at(state, turn * each + each);
+    conv.y = bytes_at(y, turn * channels);
+    conv.batch = rows.size(0), conv.tokens = rows.size(1) / turns, conv.channels = channels, conv.taps = a.taps;
     conv.type = type_of(rows), conv.weight_type = type_of(*a.conv);
     return conv;
   }
-  static bool holds(const Maybe& state, std::initializer_list<int64_t> sizes, ScalarType type) {
-    if (!state || state->dim() != int64_t(sizes.size()) || state->scalar_type() != type) return false;
-    int64_t axis = 0;
+  // In how many turns the tokens go over a state of these sizes: in one, which overwrites it. Or, over states
+  // [tokens + 1, ...] of one batch row, each token in its own: from the state before it to the next. 0: in none.
+  static int64_t turns_of(const Maybe& state, int64_t tokens, std::initializer_list<int64_t> sizes, ScalarType type) {
+    if (!state || state->scalar_type() != type || !state->is_contiguous()) return 0;
+    const int64_t more = state->dim() - int64_t(sizes.size());
+    if (more < 0 || more > 1 || (more && (tokens < 2 || state->size(0) != tokens + 1 || *sizes.begin() != 1))) return 0;
+    int64_t axis = more;
     for (int64_t size : sizes) {
-      if (state->size(axis++) != size) return false;
+      if (state->size(axis++) != size) return 0;
     }
-    return state->is_contiguous();
+    return more ? tokens : 1;
   }
   static char* bytes_at(const Array& of, int64_t element) {
     return static_cast<char*>(of.mutable_data_ptr()) + element * int64_t(of.element_size());

@@ -1,0 +1,30 @@
+"""Models with states as `from_pretrained` loads them in bfloat16: whole blocks, with the dtypes that it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infuse
+from tests.models.families import CHANNEL_DELTA, HYBRIDS, JAMBA, SPACES_BESIDE, Family
+
+# Their names in the tests of other parts; Kimi's and Bailing's exact values: tests/layers/test_channel_delta.py.
+FAMILIES = (*HYBRIDS, *CHANNEL_DELTA, *JAMBA, *SPACES_BESIDE)
+
+
+def dtypes(model: Any) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_what_is_loaded_in_bfloat16(family: Family, tmp_path: Path) -> None:
+    family.make().save_pretrained(tmp_path)
+    loaded = family.model.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    left = dtypes(loaded)
+    engine = infuse.init_inference(loaded, dtype="bf16", progress=False)
+    layers = [step for step in engine.plan.steps if step.depth == "block"]
+    assert len(layers) == loaded.config.num_hidden_layers, engine.plan.left
+    assert dtypes(engine.module) == left
