@@ -1,6 +1,6 @@
 """Falcon-H1: attention and a state space side by side, from one norm, with multipliers everywhere.
 
-They are written: no part that graphs are read into keeps a state.
+These layers have specs because no part that graphs are read into keeps a state.
 """
 
 from dataclasses import replace
@@ -15,8 +15,13 @@ from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.state_attention import StateSpace
 
 _MASK = "mamba_attention_mask"
+_GATE_AND_VALUES, _KEYS_AND_QUERIES = ("mamba.intermediate_size",) * 2, ("mamba.groups_time_state_size",) * 2
 _OF_SPACE = Multipliers(
-    "mamba.ssm_in_multiplier", after="ssm_out_multiplier", listed="ssm_multipliers", held="mamba.mup_vector"
+    "mamba.ssm_in_multiplier",
+    after="ssm_out_multiplier",
+    listed="ssm_multipliers",
+    held="mamba.mup_vector",
+    widths=(*_GATE_AND_VALUES, *_KEYS_AND_QUERIES, "mamba.num_heads"),
 )
 _OF_KEYS = ("", "self_attn.key_multiplier", "")
 _OF_GATE = ("feed_forward.gate_multiplier", "")

@@ -1,7 +1,7 @@
 """Hybrids: decoders in most of whose layers a state takes the place of keys and values.
 
-They are written: a graph has one way through a recurrence for the tokens that it was made with, and none of the parts
-that graphs are read into keeps a state.
+These layers have specs because a graph has one way through a recurrence, that for the tokens it was made with, and no
+part that graphs are read into keeps a state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infuse.architectures.program import SANDWICH
 from infuse.architectures.router import Router
 from infuse.architectures.short_conv import ShortConv
 from infuse.architectures.state_attention import BETA, GATE, STEP, GatedDelta, K, Q, StateSpace, V
-from infuse.routing import SIGMOID
+from infuse.routing import ACTIVATIONS, FLOAT32, SIGMOID
 
 _M = "transformers.models."
 
@@ -32,11 +32,12 @@ _M = "transformers.models."
 class Either:
     """The mixer of each layer: the first one whose module the layer has, which is not None.
 
-    `known_by`: for mixers of one path, the paths of the modules that tell them apart.
+    `known_by`: for mixers of one path, the paths of the modules that tell them apart. `optional`: layers may have none.
     """
 
     mixers: tuple[Mixer, ...]
     known_by: tuple[str, ...] = ()
+    optional: bool = False
 
     @property
     def module(self) -> str:
@@ -44,8 +45,10 @@ class Either:
 
     def of_layer(self, layer: nn.Module, config: Any) -> Mixer | None:
         paths = self.known_by or tuple(mixer.module for mixer in self.mixers)
-        there = (mixer for mixer, path in zip(self.mixers, paths, strict=True) if _has(layer, path))
-        return next(there, self.mixers[-1]).of_layer(layer, config)
+        there = [mixer for mixer, path in zip(self.mixers, paths, strict=True) if _has(layer, path)]
+        if there:
+            return there[0].of_layer(layer, config)
+        return None if self.optional else self.mixers[-1].of_layer(layer, config)  # which then says what is missing
 
     def bind(self, binder: Any, name: str) -> Any:
         raise AssertionError("the mixer of a layer is bound")
@@ -116,21 +119,21 @@ QWEN3_NEXT = _QWEN.but(
     ),
     mlp=_QWEN_MOE,
 )
+_QWEN3_5_DELTA = GatedDelta(
+    "linear_attn", (("in_proj_qkv", (Q, K, V)), ("in_proj_z", (GATE,)), ("in_proj_b", (BETA,)), ("in_proj_a", (STEP,)))
+)
 QWEN3_5 = _QWEN.but(
-    layer=_M + "qwen3_5.modeling_qwen3_5.Qwen3_5DecoderLayer",
-    attn=Either(
-        (
-            GatedDelta(
-                "linear_attn",
-                (("in_proj_qkv", (Q, K, V)), ("in_proj_z", (GATE,)), ("in_proj_b", (BETA,)), ("in_proj_a", (STEP,))),
-            ),
-            _QWEN_ATTENTION,
-        )
-    ),
+    layer=_M + "qwen3_5.modeling_qwen3_5.Qwen3_5DecoderLayer", attn=Either((_QWEN3_5_DELTA, _QWEN_ATTENTION))
 )
 QWEN3_5_MOE = QWEN3_5.but(
     layer=_M + "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer",
     mlp=replace(_QWEN_MOE, router=replace(QWEN_ROUTER, normalise=True), dense=None),
+)
+# Attention is Qwen 3's. Layers without a window get no rotary embedding, and the shared expert has no gate.
+LARA_MINI = LLAMA.but(
+    layer=_M + "lara_mini.modeling_lara_mini.LaraMiniDecoderLayer",
+    attn=Either((_QWEN3_5_DELTA, _attention(position=Rotary(optional=True), passes=WINDOW, **_qk_norm()))),
+    mlp=MoE(replace(QWEN_ROUTER, logits=FLOAT32, cast=ACTIVATIONS), shared=GatedMLP.at("mlp.shared_expert")),
 )
 # OLMo Hybrid's two kinds of layers are two classes; those of attention have their norms on the branches.
 OLMO_HYBRID = LLAMA.but(
@@ -183,6 +186,7 @@ SPECS = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    LARA_MINI,
     OLMO_HYBRID,
     OLMO_HYBRID_ATTENTION,
     BAMBA,

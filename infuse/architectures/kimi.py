@@ -1,6 +1,7 @@
 """Hybrids of Kimi Delta Attention and latent attention, most of whose layers are mixtures.
 
-They are written, like other hybrids: a graph has one way through a recurrence for the tokens that it was made with.
+These layers have specs because a graph has one way through a recurrence, that for the tokens it was made with, and no
+part that graphs are read into keeps a state.
 """
 
 from infuse.architectures.attention import OutputGate

@@ -1,7 +1,7 @@
 """Selective scans (Mamba-1): Jamba, and models of such layers alone; and those of state spaces alone (Mamba-2).
 
-They are written: a graph has one way through a recurrence for the tokens that it was made with, and none of the parts
-that graphs are read into keeps a state.
+These layers have specs because a graph has one way through a recurrence, that for the tokens it was made with, and no
+part that graphs are read into keeps a state.
 """
 
 from infuse.architectures.attention import NoPosition

@@ -1,18 +1,16 @@
 """Nemotron-H: layers of one part each, a state space, attention, an MLP or a mixture.
 
-They are written: no part that graphs are read into keeps a state.
+These layers have specs because no part that graphs are read into keeps a state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
 
 from infuse.architectures.attention import NoPosition, Separate
 from infuse.architectures.bind import Binder
-from infuse.architectures.layer import LayerSpec, Mixer
+from infuse.architectures.hybrids import Either
+from infuse.architectures.layer import LayerSpec
 from infuse.architectures.llama import LLAMA
 from infuse.architectures.mixtures import DEEPSEEK_ROUTER
 from infuse.architectures.mlp import MLP
@@ -27,29 +25,6 @@ _MODULE = "mixer"  # of all four kinds
 _SPACE, _ATTENTION, _EXPERTS = (f"{_MODULE}.{child}" for child in ("conv1d", "o_proj", "experts"))
 
 
-def _has(layer: nn.Module, path: str) -> bool:
-    try:
-        layer.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class MixerByKind:
-    """The state space or the attention of a layer; None for a layer of another kind."""
-
-    module: str = _MODULE
-
-    def of_layer(self, layer: nn.Module, config: Any) -> Mixer | None:
-        if _has(layer, _SPACE):
-            return StateSpace(_MODULE)
-        return _ATTENTION_MIXER if _has(layer, _ATTENTION) else None
-
-    def bind(self, binder: Binder, name: str) -> Any:
-        raise AssertionError("the mixer of a layer is bound")
-
-
 @dataclass(frozen=True)
 class MLPByKind:
     """The MLP or the mixture of a layer; None for a layer of another kind."""
@@ -58,9 +33,10 @@ class MLPByKind:
     moe: MoE
 
     def bind(self, binder: Binder, name: str) -> PartShape | None:
-        if any(_has(binder.layer, path) for path in (_SPACE, _ATTENTION)):
+        space, attention, experts = (binder.module(path, optional=True) for path in (_SPACE, _ATTENTION, _EXPERTS))
+        if space is not None or attention is not None:
             return None
-        return (self.moe if _has(binder.layer, _EXPERTS) else self.mlp).bind(binder, name)
+        return (self.mlp if experts is None else self.moe).bind(binder, name)
 
 
 _ATTENTION_MIXER = LLAMA.but(
@@ -78,7 +54,7 @@ _LATENT = (f"{_MODULE}.fc1_latent_proj", f"{_MODULE}.fc2_latent_proj")
 
 NEMOTRON_H = LayerSpec(
     layer="transformers.models.nemotron_h.modeling_nemotron_h.NemotronHBlock",
-    attn=MixerByKind(),
+    attn=Either((StateSpace(_MODULE), _ATTENTION_MIXER), (_SPACE, _ATTENTION), optional=True),
     norm1=Norm("norm", RMS),
     mlp=MLPByKind(_MLP, MoE(_ROUTER, experts=_EXPERTS, shared=_SHARED, latent=_LATENT)),
     program=(Step(NORM, "norm1"), Step(ATTENTION, _MODULE), Step(MLP_STEP, "mlp"), Step(ADD)),

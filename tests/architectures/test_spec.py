@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import infuse
-from infuse.architectures import SPECS, Bound, bind_any, conformer, towers, zamba2
+from infuse.architectures import SPECS, Bound, bind_any, conformer, towers
 from infuse.architectures.deepseek import WITH_INDEXERS
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.part import COLUMN, ROW, Parameter
@@ -91,8 +91,8 @@ def test_specs_are_data_of_real_classes(spec: LayerSpec) -> None:
 
 def test_every_class_of_a_spec_has_a_family() -> None:
     used = {spec.layer for name in NAMES for _, layer, _ in layers_of(on_meta(name)) for spec in specs_for(layer)}
-    # Which never bind; tests/layers/test_towers.py and test_conformer.py; tests/models/test_zamba2.py.
-    elsewhere = {*WITH_INDEXERS, *towers.SPECS, *conformer.SPECS, *zamba2.SPECS}
+    # Which never bind; tests/layers/test_towers.py and test_conformer.py.
+    elsewhere = {*WITH_INDEXERS, *towers.SPECS, *conformer.SPECS}
     found = {spec.layer for spec in (*SPECS, *formerly_written.SPECS) if spec not in elsewhere}
     assert used == found
 

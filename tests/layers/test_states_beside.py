@@ -11,6 +11,7 @@ from torch import Tensor
 
 import infuse
 from infuse.architectures import bind_any, specs_for
+from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import StateSlot
 from tests.models.families import BY_NAME, inputs
@@ -74,6 +75,33 @@ def test_multipliers_have_the_digits_of_the_buffer() -> None:
     assert bound(model)["mamba"].factors.sections == pytest.approx(numbers, rel=1e-7)
     rounded = tuple(torch.tensor(numbers).bfloat16().tolist())
     assert bound(model.bfloat16())["mamba"].factors.sections == rounded != numbers
+
+
+def test_a_cast_to_more_bits_brings_back_no_digits() -> None:
+    model = BY_NAME[NAME].make().bfloat16().float()
+    rounded = tuple(torch.tensor(model.config.ssm_multipliers).bfloat16().tolist())  # type: ignore[union-attr]
+    assert bound(model)["mamba"].factors.sections == rounded
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["scaled", "shifted"])
+def test_layers_whose_buffer_has_other_multipliers_are_left(shifted: bool) -> None:
+    """With the proof off: the numbers are compared when the layer is bound."""
+
+    def changed() -> Any:
+        model: Any = BY_NAME[NAME].make()
+        held = model.model.layers[1].mamba.mup_vector
+        held.copy_(held.roll(1, dims=-1) if shifted else 1.5 * held)
+        return model
+
+    engine = infuse.init_inference(changed(), dtype="fp32", verify="off")
+    left = {entry.path: entry.why for entry in reversed(engine.plan.left)}
+    told = "the buffer mamba.mup_vector does not have the numbers of config.ssm_multipliers, [0.6, 1.4, 0.8, 1.2, 0.9]"
+    assert told in left["model.layers.1"] and told in str(engine.plan)
+    kinds = [isinstance(layer, Block) for layer in engine.module.model.layers]  # type: ignore[union-attr]
+    assert kinds == [True, False, True]
+    ids = inputs(BY_NAME[NAME], tokens=12)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(engine(ids).logits, changed()(ids).logits, rtol=2e-5, atol=2e-5)
 
 
 def test_the_state_space_has_a_mask_of_its_own() -> None:

@@ -653,11 +653,11 @@ _SPACE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 SPACES_BESIDE = [
     Family(
         f"falcon_h1{name}", t.FalconH1Config, t.FalconH1ForCausalLM,
-        values=dict(GQA, **_SPACES, mamba_d_ssm=96, **more),
+        values=dict(GQA, **{**_SPACES, "mamba_d_ssm": 96, **more}),
     )
     for name, more in (
         ("", dict(_MULTIPLIERS, time_step_limit=(0.3, 2.0))),
-        ("-gated-norm", dict(_MULTIPLIERS, mamba_rms_norm=True, mamba_norm_before_gate=True)),
+        ("-gated-norm", dict(_MULTIPLIERS, mamba_rms_norm=True, mamba_norm_before_gate=True, mamba_n_groups=1)),
         ("-gate-first", dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True)),
     )
 ]  # fmt: skip
@@ -688,6 +688,14 @@ HYBRIDS = [
     Family("qwen3_5", t.Qwen3_5TextConfig, t.Qwen3_5ForCausalLM, values=dict(GQA, **_DELTA)),
     Family(
         "qwen3_5_moe", t.Qwen3_5MoeTextConfig, t.Qwen3_5MoeForCausalLM, values=dict(GQA, **_DELTA, **_DELTA_MOE)
+    ),
+    Family(
+        "lara_mini", t.LaraMiniConfig, t.LaraMiniForCausalLM,
+        values=dict(
+            {key: value for key, value in GQA.items() if key != "intermediate_size"}, **{**_DELTA, **_DELTA_MOE},
+            sliding_window=5,
+        )
+        | dict(layer_types=["linear_attention", "sliding_attention", "full_attention"]),
     ),
     Family("olmo_hybrid", t.OlmoHybridConfig, t.OlmoHybridForCausalLM, values=dict(GQA, **_WIDE_DELTA)),
     Family(
@@ -807,7 +815,7 @@ FAMILIES = [
     *READ_ALONE,
 ]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
-BY_NAME = {family.name: family for family in (*FAMILIES, *MAMBA)}
+BY_NAME = {family.name: family for family in (*FAMILIES, *MAMBA, ZAMBA2)}
 
 
 def inputs(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import DynamicCache
 
 import infuse
@@ -16,6 +18,7 @@ from infuse.layers.slot import KVSlot, StateSlot
 from infuse.native import kernels
 from tests.models.families import ZAMBA2, inputs
 from tests.support.one_calls import calls_noted
+from tests.support.ranks import Ranks, same
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -70,3 +73,49 @@ def test_steps_on_a_cache(ours: bool, engine: infuse.InferenceEngine) -> None:
             (1, "mamba"): StateSlot,
             (3, "mamba"): StateSlot,
         }
+
+
+@torch.no_grad()
+def logits(model: Any, seed: int = 1) -> Tensor:
+    """At the tokens that are not padding."""
+    given = inputs(ZAMBA2, padding="left", seed=seed)
+    return model(**given, use_cache=False).logits[given["attention_mask"].bool()].float()
+
+
+@pytest.mark.parametrize("quant", ["int8:16", "int4:16"])
+def test_formats(quant: str) -> None:
+    """The numbers are those of the original with rounded weights, those of shared blocks included."""
+    engine, original = infuse.init_inference(ZAMBA2.make(), dtype="fp32", quant=quant), ZAMBA2.make()
+    formats = [step.formats for step in engine.plan.steps if step.depth == "block"]
+    assert formats == [{"mamba.in.weight": quant, "mamba.out.weight": quant}] * 4
+    with infuse.dequantized(engine):
+        original.load_state_dict(engine.module.state_dict())
+    torch.testing.assert_close(logits(engine), logits(original), rtol=1e-4, atol=1e-4)
+
+
+def on_rank() -> tuple[Tensor, Tensor, int]:
+    size = {"tp_size": dist.get_world_size()}
+    engine = infuse.init_inference(ZAMBA2.make(), dtype="fp32", progress=False, tensor_parallel=size)
+    count = sum(isinstance(module, Block) for module in engine.module.modules())
+    return logits(engine), engine.generate(**inputs(ZAMBA2), max_new_tokens=5, do_sample=False), count
+
+
+def test_ranks_share_the_state_spaces(ranks: Ranks) -> None:
+    found = ranks.run(2, on_rank)
+    original: Any = ZAMBA2.make()
+    assert same([first for first, *_ in found])
+    torch.testing.assert_close(found[0][0], logits(original), rtol=2e-5, atol=2e-5)
+    tokens = original.generate(**inputs(ZAMBA2), max_new_tokens=5, do_sample=False)
+    assert all(torch.equal(own, tokens) and count == 4 for _, own, count in found)
+
+
+def test_errors_in_bf16_are_at_most_twice_the_originals() -> None:
+    """Aggregated over inputs: of one alone, they vary by more than the factor that is tested."""
+    exact = ZAMBA2.make()
+    engine, original = infuse.init_inference(ZAMBA2.make(), dtype="bf16"), ZAMBA2.make().bfloat16()
+    assert sum(isinstance(module, Block) for module in engine.module.modules()) == 4
+    errors = torch.zeros(2)
+    for seed in range(6):
+        wanted = logits(exact, seed)
+        errors += torch.stack([(logits(model, seed) - wanted).square().sum() for model in (engine, original)])
+    assert 0 < errors[0] <= 4 * errors[1]  # of squares

@@ -17,7 +17,7 @@ from torch import Tensor
 import infuse
 from infuse.layers.recurrent import Recurrent
 from tests.support.ranks import Ranks
-from tests.support.states import NAMES, ONE_OF_EACH, close, family_of, ids_of
+from tests.support.states import ALL_NAMES, ONE_OF_EACH, close, family_of, ids_of
 
 FORMATS = ("int8:8", "int4:8:asymmetric", "fp8:8")
 WIDE = ("qwen3_5", "granitemoehybrid-dense", "lfm2")  # each kind of mixer that ranks share
@@ -70,7 +70,7 @@ def test_products_are_quantized_and_the_rest_is_exact(name: str, format: str) ->
     close(logits(engine, name), logits(original, name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_state_dicts_and_files_are_the_originals(name: str, tmp_path: Path) -> None:
     original, engine = made(name), infer(made(name))
     exact, found = original.state_dict(), engine.module.state_dict()
