@@ -5,7 +5,8 @@
 
 Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B. A
 token's bound are the bytes of weights (of mixtures: those of the chosen experts), states and cached keys and values
-over the read bandwidth probed in the same run; a prompt's are its operations over the rate of a bfloat16 matmul.
+over the rate at which memory is read before and after it; a prompt's are its operations over the rate of a bfloat16
+matmul before and after it.
 `--plain` also times transformers in bfloat16.
 """
 
@@ -15,8 +16,10 @@ import argparse
 import math
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import transformers as t
@@ -27,7 +30,7 @@ import infuse
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.state_attention import LinearAttentionShape
-from infuse.profile.probe import matmul_rate, read_bandwidth
+from infuse.profile.probe import MemoryReader, matmul_rate
 from report import markdown, show
 
 _COMMON = dict(vocab_size=65536, max_position_embeddings=65536, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -87,34 +90,47 @@ def made(name: str) -> Any:
     return model
 
 
-class _Clock:
-    """A streamer that notes when tokens come."""
+class _Turns(t.StoppingCriteria):
+    """Asked after each token: notes how long it took, and how long reading a buffer takes just then."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    def __init__(self, reader: MemoryReader):
+        self._reader, self.seconds, self.reads = reader, [], []
+        self._begun = time.perf_counter()
 
-    def put(self, _: Tensor) -> None:
-        self.seconds.append(time.perf_counter())
+    def __call__(self, input_ids: Tensor, *_: object, **__: object) -> Tensor:
+        arrived = time.perf_counter()
+        self._reader()
+        self._begun, begun = time.perf_counter(), self._begun
+        self.seconds.append(arrived - begun)
+        self.reads.append(self._begun - arrived)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    def end(self) -> None:
-        pass
+
+class Timed(NamedTuple):
+    """Seconds until the first token; of each later one, seconds and bytes per second that memory gave around it."""
+
+    first: float
+    steps: list[tuple[float, float]]
+
+    @property
+    def seconds(self) -> float:
+        return median(seconds for seconds, _ in self.steps)
+
+    @property
+    def rate(self) -> float:
+        return median(rate for _, rate in self.steps)
+
+    @property
+    def readable(self) -> float:
+        """Bytes that memory would have given in a step: machines change within seconds."""
+        return median(seconds * rate for seconds, rate in self.steps)
 
 
-def timed(model: Any, ids: Tensor, tokens: int) -> tuple[float, float]:
-    """Seconds until the first token, and of each one after it."""
-    clock = _Clock()
-    clock.put(ids)
-    streamer = {"streamer": clock} if len(ids) == 1 else {}
-    start = time.perf_counter()
-    if streamer:
-        model.generate(ids, max_new_tokens=tokens, do_sample=False, **streamer)
-        first, *later = clock.seconds[2:]
-        return first - start, (later[-1] - first) / len(later)
-    model.generate(ids, max_new_tokens=1, do_sample=False)
-    prefill = time.perf_counter() - start
-    start = time.perf_counter()
-    model.generate(ids, max_new_tokens=tokens, do_sample=False)
-    return prefill, (time.perf_counter() - start - prefill) / (tokens - 1)
+def timed(model: Any, ids: Tensor, tokens: int, reader: MemoryReader) -> Timed:
+    turns = _Turns(reader)
+    model.generate(ids, max_new_tokens=tokens, do_sample=False, stopping_criteria=t.StoppingCriteriaList([turns]))
+    around = [2 * reader.size_bytes / (before + after) for before, after in pairwise(turns.reads)]
+    return Timed(turns.seconds[0], [*zip(turns.seconds[1:], around, strict=True)][2:])  # the first ones are traced
 
 
 def bytes_of(engine: Any, batch: int, context: int) -> float:
@@ -167,7 +183,9 @@ def _row(table: Table, *cells: str) -> None:
     table.add_row(*cells)
 
 
-def measure(name: str, format: str, args: argparse.Namespace, decode: Table, prefill: Table) -> None:
+def measure(
+    name: str, format: str, args: argparse.Namespace, decode: Table, prefill: Table, reader: MemoryReader
+) -> None:
     model = made(name)
     operations = operations_of(model, args.prompt)
     quant = {} if format == "bfloat16" else {"quant": format}
@@ -177,38 +195,40 @@ def measure(name: str, format: str, args: argparse.Namespace, decode: Table, pre
     def ids(batch: int, length: int) -> Tensor:
         return torch.randint(5, 60000, (batch, length), generator=generator)
 
-    timed(engine, ids(1, 64), 8)
+    timed(engine, ids(1, 64), 8, reader)
     alone = 0.0
     for batch in args.batches:
         for context in args.contexts if batch == 1 else args.contexts[:1]:
-            before = read_bandwidth(repeats=10).best
-            repeats = args.repeats if context < 4096 else 1
-            runs = [timed(engine, ids(batch, context), args.tokens)[1] for _ in range(repeats)]
-            seconds = sorted(runs)[len(runs) // 2]
-            rate = max(before, read_bandwidth(repeats=10).best)
+            run = timed(engine, ids(batch, context), args.tokens, reader)
             read = bytes_of(engine, batch, context)
-            alone = seconds if batch == 1 and context == args.contexts[0] else alone
-            _row(decode, name, format, f"{batch}", f"{context}", f"{1e3 * seconds:.2f}", f"{read / 1e6:.0f}",
-                f"{rate / 1e9:.1f}", f"{read / rate / seconds:.2f}", f"{seconds / alone:.2f}",
+            alone = run.readable if batch == 1 and context == args.contexts[0] else alone
+            _row(decode, name, format, f"{batch}", f"{context}", f"{1e3 * run.seconds:.2f}", f"{read / 1e6:.0f}",
+                f"{run.rate / 1e9:.1f}", f"{read / run.readable:.2f}", f"{run.readable / alone:.2f}" if alone else "",
             )  # fmt: skip
-    runs = [timed(engine, ids(1, args.prompt), 2)[0] for _ in range(args.repeats)]
-    seconds, rate = sorted(runs)[len(runs) // 2], matmul_rate(torch.bfloat16)
+    pairs = []
+    for _ in range(args.repeats):
+        rate = matmul_rate(torch.bfloat16)
+        seconds = timed(engine, ids(1, args.prompt), 2, reader).first
+        pairs.append((operations / seconds / (rate + matmul_rate(torch.bfloat16)) * 2, seconds, rate))
+    share, seconds, rate = sorted(pairs)[len(pairs) // 2]
     _row(
         prefill, name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}",
-        f"{rate / 1e9:.0f}", f"{operations / rate / seconds:.2f}",
+        f"{rate / 1e9:.0f}", f"{share:.2f}",
     )  # fmt: skip
 
 
-def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table) -> None:
+def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table, reader: MemoryReader) -> None:
     """transformers' own figures, in bfloat16."""
     model = made(name)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 60000, (1, args.prompt), generator=generator)
     with torch.inference_mode():
-        timed(model, ids[:, :64], 4)
-        _, seconds = timed(model, ids[:, : args.contexts[0]], 9)
-        _row(decode, name, "transformers bfloat16", "1", f"{args.contexts[0]}", f"{1e3 * seconds:.2f}", *[""] * 4)
-        first, _ = timed(model, ids, 2)
+        timed(model, ids[:, :64], 4, reader)
+        run = timed(model, ids[:, : args.contexts[0]], 9, reader)
+        _row(decode, name, "transformers bfloat16", "1", f"{args.contexts[0]}", f"{1e3 * run.seconds:.2f}", "",
+            f"{run.rate / 1e9:.1f}", "", "",
+        )  # fmt: skip
+        first = timed(model, ids, 4, reader).first
     _row(prefill, name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
 
 
@@ -226,11 +246,12 @@ def main() -> None:
     args = parser.parse_args()
     decode = Table("model", "format", "batch", "context", "ms a step", "MB", "GB/s", "of the bandwidth", "of batch 1")
     prefill = Table("model", "format", "tokens", "ms", "10^12 operations", "10^9/s", "of the matmul rate")
+    reader = MemoryReader(size_bytes=1 << 28)
     for name in args.models:
         if args.plain:
-            plain(name, args, decode, prefill)
+            plain(name, args, decode, prefill, reader)
         for format in args.formats:
-            measure(name, format, args, decode, prefill)
+            measure(name, format, args, decode, prefill, reader)
     show(markdown(decode, "A step"), args.out)
     show(markdown(prefill, "A prompt"), args.out)
 

@@ -130,6 +130,19 @@ bool left_to_pytorch(Type type) {
 
 bool amx_multiplies() { return left_to_pytorch(Type::bf16) || kernels().isa == std::string("avx512_amx"); }
 
+bool fetches_far() {
+#if defined(__x86_64__)
+  static const bool zen4 = [] {
+    unsigned a, b, c, d;
+    if (!amd() || !avx512() || !__get_cpuid(1, &a, &b, &c, &d)) return false;
+    return (a >> 8 & 0xf) + (a >> 20 & 0xff) == 0x19;  // the family; Zen 3's has no AVX-512
+  }();
+  return zen4;
+#else
+  return false;
+#endif
+}
+
 bool reads_past_caches() {
 #if defined(__x86_64__)
   static const bool found = amd();

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "kernels.h"
 #include "linear_kernels.h"
 #include "vec.h"
 

@@ -35,14 +35,14 @@ void arrange_plain(const LinearArgs& a) {
 // The product of a weight row with x. With AVX-512 in one chain, which adds in the order of several_rows and is as fast:
 // the next row's chain begins meanwhile. Narrower registers need several, so that additions overlap.
 template <class T>
-float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x, bool once) {
+float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x, int64_t ahead, bool once) {
   using P = Elements<T>;
   constexpr int steps = 4, chains = Vec::width == 16 ? 1 : steps;
   Vec acc[steps];
   const auto step = [&](int64_t i, int count, int s) __attribute__((always_inline)) {
     // prefetch each cache line once
     if (s * P::block * sizeof(T) % 64 == 0) {
-      const char* at = reinterpret_cast<const char*>(w + i) + kAhead;
+      const char* at = reinterpret_cast<const char*>(w + i) + ahead;
       prefetch(at, once ? Into::once : Into::outer);
     }
     acc[s % chains] = P::dot(P::weights(w + i, count), x + i, acc[s % chains]);
@@ -59,8 +59,10 @@ template <class T>
 void one_row(const LinearArgs& a, int64_t begin, int64_t end) {
   const auto* x = static_cast<const typename Elements<T>::X*>(a.scratch);
   const T* bias = static_cast<const T*>(a.bias);
+  const bool far = fetches_far(), once = a.once && !far;
+  const int64_t ahead = far ? 4 * kAhead : kAhead;
   for (int64_t o = begin; o < end; ++o) {
-    const float sum = dot_row(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, x, a.once);
+    const float sum = dot_row(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, x, ahead, once);
     narrow(sum + (bias ? widen(bias[o]) : 0.0f), static_cast<T*>(a.y)[o]);
   }
 }
@@ -69,8 +71,8 @@ void one_row(const LinearArgs& a, int64_t begin, int64_t end) {
 //
 // kPanel rows of the weight are multiplied with a chunk of their inputs at a time: that much of x stays in the nearest
 // cache, and so do the sums. The next kPanel rows are prefetched meanwhile, in the order of memory, into all caches:
-// AMD's Zen 5 drops prefetches while 64 lines are awaited, and fewer of these. If a block of rows of x is so small that
-// it stays there, it is one chunk.
+// AMD's Zen 5 drops prefetches while 64 lines are awaited, and fewer of these; on Zen 4 into the outer caches, as those
+// into the nearest one wait for each other. If a block of rows of x is so small that it stays there, it is one chunk.
 
 constexpr int64_t kChunkBytes = 8192, kWholeBytes = 16384;  // of a block of rows of x
 constexpr int kBlocksAtOnce = 2;  // blocks of rows of x that are multiplied with a chunk of the weight
@@ -82,7 +84,7 @@ using PanelSums = float[kPanel][R][Vec::width];
 // lines from `ahead` on in each step.
 template <class T, int N, int R>
 void add_chunk(const T* w, int64_t step, int64_t inputs, const typename Elements<T>::X* x,
-               float (*sums)[R][Vec::width], const char* ahead) {
+               float (*sums)[R][Vec::width], const char* ahead, Into into) {
   using P = Elements<T>;
   Vec acc[N][R];
 #pragma GCC unroll 4
@@ -94,7 +96,7 @@ void add_chunk(const T* w, int64_t step, int64_t inputs, const typename Elements
     typename P::Weights weights[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)), Into::all);
+      prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)), into);
       weights[n] = P::weights(w + n * step + i, count);
     }
 #pragma GCC unroll 8
@@ -148,6 +150,7 @@ void several_rows(const LinearArgs& a, int64_t o, int count, int64_t begin, int6
   const int64_t bytes = row_block(a.rows, kMostRows, end - 1).count * int64_t(sizeof(X));  // of one input of x
   const bool whole = a.inputs * bytes <= kWholeBytes;
   const int64_t chunk = whole ? a.inputs : kChunkBytes / bytes / Elements<T>::block * Elements<T>::block;
+  const Into into = fetches_far() ? Into::outer : Into::all;
   each_block([](auto, int64_t, auto& sums) { std::memset(sums, 0, sizeof sums); });
   for (int64_t i = 0; i < a.inputs; i += chunk) {
     const int64_t inputs = a.inputs - i < chunk ? a.inputs - i : chunk;
@@ -158,8 +161,13 @@ void several_rows(const LinearArgs& a, int64_t o, int count, int64_t begin, int6
       const auto ahead = [&] {
         return reinterpret_cast<const char*>(whole ? w + (n + N) * a.inputs : next + i * count + n * inputs);
       };
-      for (; n + N <= count; n += N) add_chunk<T, N, R>(w + n * a.inputs + i, a.inputs, inputs, x, sums + n, ahead());
-      for (; n < count; ++n) add_chunk<T, 1, R>(w + n * a.inputs + i, a.inputs, inputs, x, sums + n, ahead());
+      const auto add = [&](auto some) {
+        constexpr int at_once = decltype(some)::value;
+        add_chunk<T, at_once, R>(w + n * a.inputs + i, a.inputs, inputs, x, sums + n, ahead(), into);
+        n += at_once;
+      };
+      while (n + N <= count) add(std::integral_constant<int, N>());
+      while (n < count) add(std::integral_constant<int, 1>());
     });
   }
   each_block([&](auto rows, int64_t first, auto& sums) {
