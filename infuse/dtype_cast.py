@@ -195,9 +195,9 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     """Names of the parameters that stay in float32 in `dtype`, as when transformers or diffusers loads the model.
 
     Their names match `_keep_in_fp32_modules_strict`, or their modules make them in float32 whatever the dtype; and they
-    are in float32 or on meta. A model that was cast as a
-    whole has them in 16 bits, and keeps them so. In float16, linears in `_keep_in_fp32_modules` count, too, if their
-    caller casts to their dtype: T5's sums exceed float16. Models of diffusers have one list for both dtypes.
+    are in float32 or on meta. A model that was cast as a whole has them in 16 bits, and keeps them so. In float16,
+    linears in `_keep_in_fp32_modules` count, too, if their caller casts to their dtype: T5's sums exceed float16.
+    Models of diffusers have one list for both dtypes.
     """
     if dtype.itemsize > 2:
         return frozenset()

@@ -340,7 +340,7 @@ class _Asked:
         """Raise UnsupportedCall for candidates that transformers' loops would refuse in the middle of an answer."""
         cache, assistant = cache_in(self._kwargs), self._kwargs.get(_ASSISTANT)
         verifies = any(self.value(name) is not None for name in _SPECULATE)
-        if verifies and type(cache) is KVCache and not cache.is_croppable:
+        if verifies and type(cache) is KVCache and _has_states(self._model):
             raise UnsupportedCall(
                 "past_key_values: this cache holds states, from which the candidates of prompt lookup or an assistant "
                 "cannot be taken back; give the whole text without a cache, or ask for no candidates"

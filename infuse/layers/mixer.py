@@ -24,9 +24,9 @@ Shape = TypeVar("Shape", bound=MixerShape)
 class Mixer(InferenceModule, Generic[Shape]):
     """An attention or a recurrence of a block, called with the new tokens [B, T, C] and the call's other inputs.
 
-    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None), or the output alone: what hooks on the
-    original get. A step over another value, such as
-    encoder states, passes it as a third argument. State between calls is in the slot of `index` in the cache.
+    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None), or the output alone, as hooks on the
+    original get it. A step over another value, such as encoder states, passes it as a third argument. State between
+    calls is in the slot of `index` in the cache.
     """
 
     calls_named: ClassVar[bool] = False  # whether it calls the attention function that the model's config names

@@ -226,8 +226,9 @@ def test_candidates_over_a_cache_that_is_passed_are_refused() -> None:
     model = pair("qwen3_5")[1]
     answered = generated(model, "qwen3_5", return_dict_in_generate=True)
     text = {"input_ids": answered.sequences, "attention_mask": torch.ones_like(answered.sequences)}
-    with pytest.raises(infuse.UnsupportedCall, match="this cache holds states"):
-        model.generate(**text, past_key_values=answered.past_key_values, max_new_tokens=4, **LOOKUP)
+    for held in (answered.past_key_values, KVCache()):
+        with pytest.raises(infuse.UnsupportedCall, match="this cache holds states"):
+            model.generate(**text, past_key_values=held, max_new_tokens=4, **LOOKUP)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
