@@ -11,7 +11,7 @@ Mamba calls keys B and queries C.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,7 +21,6 @@ from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, Parameter, Share, inside, named
 from infuse.architectures.short_conv import CausalConv, ConvShape, RecurrentShape, check_silu
-from infuse.errors import SpecMismatch
 
 DT, KEYS, QUERIES = "dt_norm", "key_norm", "query_norm"  # names of norms in the new module
 
@@ -86,7 +85,11 @@ class SelectiveScan:
 
 @dataclass(frozen=True)
 class SelectiveScanShape(RecurrentShape):
-    """Dimensions and settings of one selective scan. `rank` is dt's, `norms` are those of dt, keys and queries."""
+    """Dimensions and settings of one selective scan. If ranks share it (`shared`), the values are one rank's.
+
+    `rank` is dt's, `norms` are those of dt, keys and queries, which all ranks compute from the sum of what their
+    channels give.
+    """
 
     hidden: int
     channels: int
@@ -98,6 +101,7 @@ class SelectiveScanShape(RecurrentShape):
     out_bias: bool
     norms: tuple[tuple[str, NormShape], ...] = ()
     replaces: tuple[str, ...] = ()
+    shared: bool = False
 
     continues: ClassVar[bool] = False
 
@@ -132,6 +136,5 @@ class SelectiveScanShape(RecurrentShape):
         )
 
     def of_rank(self, share: Share) -> SelectiveScanShape:
-        raise SpecMismatch(
-            "a selective scan", ["x_proj adds up all channels in the middle of a scan, which ranks would share"]
-        )
+        x_bias, out_bias = (bias and share.is_first for bias in (self.x_bias, self.out_bias))
+        return replace(self, channels=share.count(INNER), x_bias=x_bias, out_bias=out_bias, shared=True)

@@ -43,7 +43,10 @@ class SelectiveScan(Recurrent[SelectiveScanShape]):
         parts: dict[str, Any] = self._modules
         x, conv = self.convolved(seen, before.get(CONV))
         x = self.masked(x, mask_BT)  # the convolution's bias is in padding, too
-        of_scan = direct(parts["x"], x).split([shape.rank, shape.states, shape.states], dim=-1)
+        projected = direct(parts["x"], x)
+        if shape.shared:
+            projected = self._group.all_reduce(projected, f"x of {self._name}")
+        of_scan = projected.split([shape.rank, shape.states, shape.states], dim=-1)
         dt, keys, queries = (
             direct(parts[name], each.contiguous()) if name in parts else each
             for name, each in zip((DT, KEYS, QUERIES), of_scan, strict=True)

@@ -40,6 +40,7 @@ CUTS = (
     "bitnet", "olmoe-clip",
     "mpnet", "deberta-v3", "deberta-v2",
     "lfm2-bias", "qwen3_next", "olmo_hybrid", "granitemoehybrid", "granitemoehybrid-dense", "mamba2", "kimi_linear",
+    "jamba",
 )  # fmt: skip
 WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
 OTHER_WAYS = [(name, *WAYS[i % 3]) for i, name in enumerate(("gemma2", "gpt2", "bloom", "falcon-7b", "bert", "clip"))]
