@@ -319,9 +319,10 @@ def test_accepted_candidates_are_distributed_as_the_model_says() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "draft"])
-def test_answers_are_distributed_as_the_model_says(kind: str) -> None:
+@pytest.mark.parametrize("states", [False, True], ids=["llama", "qwen3_5"])
+def test_answers_are_distributed_as_the_model_says(states: bool, kind: str) -> None:
     """Answers of two tokens of a vocabulary of five, against the products of the model's own chances."""
-    config = t.LlamaConfig(
+    config: Any = t.LlamaConfig(
         vocab_size=5,
         hidden_size=32,
         intermediate_size=32,
@@ -330,10 +331,14 @@ def test_answers_are_distributed_as_the_model_says(kind: str) -> None:
         eos_token_id=None,
         initializer_range=0.3,
     )
+    if states:  # which go back where candidates are rejected
+        of_states = dict(BY_NAME["qwen3_5"].values, layer_types=["linear_attention"] * 2 + ["full_attention"])
+        config = t.Qwen3_5TextConfig(**{**of_states, "vocab_size": 5, "eos_token_id": None, "initializer_range": 0.3})
     models = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        models.append(infuse.init_inference(t.LlamaForCausalLM(config).eval(), dtype="fp32").module)
+        made = (t.Qwen3_5ForCausalLM if states else t.LlamaForCausalLM)(config).eval()
+        models.append(infuse.init_inference(made, dtype="fp32").module)
     model, helper = models
     helper.generation_config.update(num_assistant_tokens=2, assistant_confidence_threshold=0.0)
     ids, draws = torch.tensor([[1, 2, 3, 1, 2]]), 500
