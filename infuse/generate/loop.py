@@ -280,6 +280,10 @@ class Steps:
         # Models of nothing but states take a mask of the new tokens alone.
         if not all(mixer.continues for mixer in mixers) or (mixers and all(mixer.state_values for mixer in mixers)):
             return False
+        # Hybrids' own preparation asks for fewer logits; Phi3's begins anew where its frequencies change.
+        prepare, states = type(self.model).prepare_inputs_for_generation, any(mixer.state_values for mixer in mixers)
+        if prepare is not GenerationMixin.prepare_inputs_for_generation and not states:
+            return False
         return all(sizes.get(name) == dims for name, dims in tensors.items()) and not rotates_by_length(self.model)
 
     def advance(self, tokens_BT: Tensor, input_ids: Tensor) -> None:

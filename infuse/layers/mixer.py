@@ -30,7 +30,6 @@ class Mixer(InferenceModule, Generic[Shape]):
     """
 
     calls_named: ClassVar[bool] = False  # whether it calls the attention function that the model's config names
-    gives_weights: ClassVar[bool] = True  # whether `forward` returns attention weights besides; else the output alone
 
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__()

@@ -132,9 +132,8 @@ def _norm_narrowed(name: str, s: Stream, parts: Parts) -> None:
 
 
 def _mix(name: str, s: Stream, parts: Parts) -> None:
-    mixer = parts[name]
-    returned = mixer(s.y, s.inputs)
-    made, weights = returned if mixer.gives_weights else (returned, None)
+    returned = parts[name](s.y, s.inputs)
+    made, weights = returned if isinstance(returned, tuple) else (returned, None)
     s.weights.append(weights)
     s.branch = made if s.branch is None else s.branch + made
 

@@ -34,7 +34,6 @@ class Recurrent(Mixer[Shape], NativeMixer):
     state after each token, that runs token by token, as in decode steps.
     """
 
-    gives_weights = False
     turned: Mapping[str, tuple[int, int]] = MappingProxyType({CONV: (1, 2)})  # axes in another order in other caches
 
     def __init__(self, shape: Shape, context: BuildContext):

@@ -231,6 +231,10 @@ class _Appends(Cache):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"keeps state on the cache: sets `{name}`")
 
+    @property
+    def layers(self) -> Any:  # type: ignore[override]
+        raise AttributeError("keeps a state: reads it from `layers` of the cache")
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._told.appended.append(layer_idx)
         return APPEND(key_states, self._past, False), APPEND(value_states, self._past, True)

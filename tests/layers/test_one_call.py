@@ -174,7 +174,8 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
         unknown = {field.name for field in fields(shape)} - told - refused - sizes_and_names - by_call
         assert not unknown, shape
     told |= {"key_heads", "key_width", "value_width", "sections", "conv", "delta", "beta_factor", "limits", "skip"}
-    others = {"hidden", "channels", "replaces", "inverted_mask", "causal"}
+    # Multipliers, and layers of attention and a state space, go part by part.
+    others = {"hidden", "channels", "replaces", "factors", "beside", "mask_argument"}
     for recurrent in (LinearAttentionShape, ShortConvShape):
         assert not {field.name for field in fields(recurrent)} - told - others, recurrent
 
