@@ -18,8 +18,9 @@ from infuse.temporary_hooks import TemporaryHooks
 
 _STRICT = "_keep_in_fp32_modules_strict"
 _WIDE = "_keep_in_fp32_modules"
-# Parameters that these modules make in float32, whatever the dtype: from_pretrained leaves them so.
-_MADE_WIDE = {"OlmoHybridGatedDeltaNet": "A_log", "NemotronHTopkRouter": "weight"}
+# Parameters that these modules make in float32, whatever the dtype, beside transformers' own lists: from_pretrained
+# leaves them so.
+_MADE_WIDE = {"OlmoHybridGatedDeltaNet": "A_log", "HunYuanMoEV1Gate": "wg.weight"}
 _STATISTICS = ("running_mean", "running_var")  # of a batch norm
 _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
 # 4 MiB in float32: allocators keep blocks of this size, while larger ones cost page faults every time.

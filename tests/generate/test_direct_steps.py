@@ -18,7 +18,7 @@ import infuse
 from infuse.authors import LibraryCalls
 from infuse.generate import direct, install
 from infuse.generate.choose import likeliest
-from infuse.layers.stack import Answer
+from infuse.layers.stack import Answer, StackCall
 from infuse.native import kernels
 from infuse.ops.cpu.program import CosSin, NativeProgram
 from tests.models.families import BY_NAME, inputs
@@ -231,6 +231,19 @@ def test_steps_in_one_call_end_where_the_cache_is_full(
     engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
     assert torch.equal(answer(engine, max_new_tokens=100), answer(original, max_new_tokens=100))
     assert calls[0] == 64 - (7 + 1) and sum(calls) == 100 - 2
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_a_step_that_fails_after_a_state_has_been_overwritten_raises(
+    name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be made again: here it finds no room, of which it was told."""
+    monkeypatch.setattr(install, "_PREPARED_TOKENS", 0)
+    with_room = StackCall.with_room
+    monkeypatch.setattr(StackCall, "with_room", lambda *args: (with_room(*args)[0], math.inf))
+    engine = infuse.init_inference(BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=False), dtype="fp32")
+    with pytest.raises(RuntimeError, match="after it had overwritten a state"):
+        answer(engine, max_new_tokens=100)
 
 
 def test_a_call_of_several_steps_takes_no_longer_than_it_may(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Models with states as `from_pretrained` loads them in bfloat16: whole blocks, with the dtypes that it left."""
+"""Models as `from_pretrained` loads them in bfloat16: whole blocks, with the dtypes that it left. Some of their classes
+make parameters in float32, whatever is asked for.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import pytest
 import torch
 
 import infuse
-from tests.models.families import CHANNEL_DELTA, HYBRIDS, JAMBA, SPACES_BESIDE, Family
+from tests.models.families import BY_NAME, CHANNEL_DELTA, HYBRIDS, JAMBA, SPACES_BESIDE, Family
 
-# Their names in the tests of other parts; Kimi's and Bailing's exact values: tests/layers/test_channel_delta.py.
-FAMILIES = (*HYBRIDS, *CHANNEL_DELTA, *JAMBA, *SPACES_BESIDE)
+WIDE = ("hunyuan-moe", "deepseek-v3", "flint", "ernie4_5-moe", "afmoe")  # routers, sinks, biases of experts
+FAMILIES = (*HYBRIDS, *CHANNEL_DELTA, *JAMBA, *SPACES_BESIDE, *(BY_NAME[name] for name in WIDE))
 
 
 def dtypes(model: Any) -> dict[str, torch.dtype]:
