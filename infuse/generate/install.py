@@ -36,7 +36,7 @@ from infuse.graphs.pool import BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
-from infuse.layers.cache import KVCache, tokens_in
+from infuse.layers.cache import OF_NOTHING, KVCache, first_counts, tokens_in
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
 from infuse.layers.mixer import Mixer
@@ -66,8 +66,7 @@ _STATEFUL = "_is_stateful"  # an attribute of models that transformers lets no c
 
 
 # Layers of transformers' caches that hold keys and values, or nothing: these take another layer's.
-_OF_NOTHING = "DummyLayer"
-_OF_KEYS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", _OF_NOTHING)
+_OF_KEYS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", OF_NOTHING)
 # Packages whose modules a graph may replay. Not peft: its adapters are switched between calls, unseen by a replay.
 _REPLAYED = LIBRARIES | QUANTIZERS.keys() | {"accelerate"}
 
@@ -407,10 +406,8 @@ def _holds_all_states(model: Any) -> bool:
     except Exception:  # transformers' `generate` raises it, too, unless the caller gives a cache
         return False
     ours = {part._index for part in model.modules() if isinstance(part, Mixer)}
-    kinds = [type(layer).__name__ for layer in cache.layers]
-    if kinds[:1] == [_OF_NOTHING]:  # models ask the first layer how many tokens there are
-        return False
-    return all(kind in _OF_KEYS_ALONE or index in ours for index, kind in enumerate(kinds))
+    kinds = enumerate(type(layer).__name__ for layer in cache.layers)
+    return first_counts(cache) and all(kind in _OF_KEYS_ALONE or index in ours for index, kind in kinds)
 
 
 def _accepts_cache(model: Any) -> bool:

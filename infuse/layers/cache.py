@@ -19,6 +19,7 @@ from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.slot import KVSlot, Slot
 
 Kind = TypeVar("Kind", bound=Slot)
+OF_NOTHING = "DummyLayer"  # the class of a layer of transformers' caches that holds nothing; not all versions have it
 
 
 class KVCache(Cache):
@@ -158,6 +159,11 @@ class KVCache(Cache):
     def nbytes(self) -> int:
         """Size of all storage in bytes."""
         return sum(t.nbytes for t in self.storages())
+
+
+def first_counts(cache: Cache) -> bool:
+    """Whether the first layer of a cache of transformers holds something: models ask it how many tokens there are."""
+    return [type(layer).__name__ for layer in cache.layers[:1]] != [OF_NOTHING]
 
 
 def tokens_in(cache: Any) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
-from infuse.layers.cache import KVCache, tokens_in
+from infuse.layers.cache import KVCache, first_counts, tokens_in
 
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
@@ -221,16 +221,12 @@ def session_inputs(
 
 
 def _fits_ours(make_cache: Callable[[], Cache]) -> bool:
-    """Whether the model's own layers can use our cache, which holds their keys and values.
-
-    They keep no states in it, and they ask its first layer how many tokens there are: one that has some.
-    """
+    """Whether the model's own layers can use our cache, in which they can keep no states."""
     try:
-        layers = make_cache().layers
+        cache = make_cache()
     except Exception:  # of a config that transformers makes no cache for
         return True
-    counts = all(isinstance(layer, CacheLayerMixin) for layer in layers[:1])
-    return counts and not any(hasattr(layer, "recurrent_states") for layer in layers)
+    return first_counts(cache) and not any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
 def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
