@@ -182,7 +182,19 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_experts.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    texts = ("int8", "int8:32:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4")
+    texts = (
+        "int8",
+        "int8:32:asymmetric",
+        "int4",
+        "int4:32:asymmetric",
+        "fp8",
+        "fp8:32",
+        "fp6",
+        "fp6:row",
+        "mxfp4",
+        "nf4:32",
+        "q5_1",
+    )
     for i, text in enumerate(texts):
         fitting = [sizes for sizes in _CASES if not any(quant_format(text).fits(inputs) for inputs in sizes[3:5])]
         for sizes in fitting[i % 2 :: 2]:

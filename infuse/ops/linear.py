@@ -17,6 +17,7 @@ from torch import Tensor
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.norm import layer_norm, rms_norm
 from infuse.ops.op import REFERENCE, Case, op
+from infuse.quant.blocks import BLOCKS
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
@@ -127,10 +128,11 @@ _CASES = (
 
 
 def _neighbours(
-    dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, device: torch.device, block: int = 1
 ) -> Iterator[tuple[str, Tensor, int, int, Tensor | None, Fusion]]:
-    """Yield a label, x, outputs, inputs, the bias and the neighbours."""
-    for rows, inputs, outputs, norm, weighed, shifted, offset, act, gated, biased, added in _CASES:
+    """Yield a label, x, outputs, inputs in whole blocks, the bias and the neighbours."""
+    for rows, least, outputs, norm, weighed, shifted, offset, act, gated, biased, added in _CASES:
+        inputs = -(-least // block) * block
 
         def made(*shape: int, there: bool = True) -> Tensor | None:
             return torch.randn(shape, dtype=dtype, device=device) if there else None
@@ -163,10 +165,11 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     texts = (
         "int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4",
-        "int4:f16",
+        "int4:f16", "int8:32:f32", "fp8:64:f32", "nf4", "fp4:32", *BLOCKS,
     )  # fmt: skip
     for i, text in enumerate(texts):
-        for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
+        cases = _neighbours(dtype, device, block.inputs if (block := BLOCKS.get(text)) else 1)
+        for label, x, outputs, inputs, bias, around in list(cases)[i % 2 :: 2]:
             weight = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)
             args = (x, [*weight.tensors.values()], bias, outputs, inputs, text, *around)
             yield Case(f"{text} {label}", args)

@@ -9,7 +9,7 @@
            fp8: the codes, [out, in]
            fp6: four codes in three bytes, [out, in * 3 / 4]; input 4j + k takes bits 6k to 6k + 5 of the
            24-bit little-endian word j
-    scale  bfloat16 [out, groups]; there is no zero point
+    scale  bfloat16 [out, groups], or float32 with :f32, as int32 bits; there is no zero point
 
 Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number per group.
 """
@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 
 from infuse.errors import ConfigError
-from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
+from infuse.quant.grouped import ERROR_LENGTHS, SMALLEST_SCALE, GroupedFormat, scales_of
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,12 @@ class FloatFormat(GroupedFormat):
             raise ConfigError(f"{self.name} has no :a8; possible: {self.name}, or int8 and int4 with :a8")
 
     def __str__(self) -> str:
+        wide = ":f32" if self.scale_dtype is torch.float32 else ""
         if self.groups is not None:
-            return f"{self.name}:groups={self.groups}"
+            return f"{self.name}:groups={self.groups}{wide}"
         if self.group_size == DEFAULT_GROUP[self.name]:
-            return self.name
-        return f"{self.name}:{self.group_size or 'row'}"
+            return f"{self.name}{wide}"
+        return f"{self.name}:{self.group_size or 'row'}{wide}"
 
     @property
     def expected_error(self) -> float:
@@ -106,14 +107,14 @@ class FloatFormat(GroupedFormat):
         return next(error for known, error in zip(ERROR_LENGTHS, ERRORS[self.name], strict=True) if known >= length)
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        scale_G1 = _best_scale(w_GN, self.name)
+        scale_G1 = _best_scale(w_GN, self.name, self.scale_dtype)
         return self._nearest(w_GN, scale_G1, None), scale_G1, None
 
     def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
         return _codes(_rounded(w_GN / scale_G1, GRIDS[self.name]), self.name)
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        return _values(data, self.name).reshape(*scale.shape, -1).mul_(scale.unsqueeze(-1)).flatten(1)
+        return _values(data, self.name).reshape(*scale.shape, -1).mul_(scales_of(scale).unsqueeze(-1)).flatten(1)
 
 
 def pack_fp6(codes: torch.Tensor) -> torch.Tensor:
@@ -153,13 +154,13 @@ def _rounded(steps: torch.Tensor, grid: Grid) -> torch.Tensor:
     return steps.add_(rounder).sub_(rounder)
 
 
-def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
+def _best_scale(w_GN: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
     """The scale of least squared error for each group, as it will be stored, [G, 1]; the first of equals."""
     grid, largest_G1 = GRIDS[name], w_GN.abs().amax(dim=-1, keepdim=True)
     best_G1 = best_error_G1 = None
     for position in positions(grid, w_GN.shape[1]):
         # SMALLEST_SCALE is normal, so its reciprocal stays finite in flush-to-zero modes.
-        scale_G1 = (largest_G1 / position).to(SCALE_DTYPE).float().clamp_min_(SMALLEST_SCALE)
+        scale_G1 = (largest_G1 / position).to(dtype).float().clamp_min_(SMALLEST_SCALE)
         steps_GN = w_GN * scale_G1.reciprocal()
         # Norms instead of squares, and steps times scale instead of weights: neither overflows nor underflows for huge
         # or tiny weights.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,6 +42,7 @@ class GroupedFormat(QuantFormat):
     group_size: int | None
     symmetric: bool = True
     groups: int | None = None
+    scale_dtype: torch.dtype = field(default=SCALE_DTYPE, kw_only=True)
 
     def __post_init__(self) -> None:
         assert self.group_size is None or self.groups is None
@@ -82,11 +83,15 @@ class GroupedFormat(QuantFormat):
 
     @property
     def dtype_of_scales(self) -> torch.dtype:
-        return SCALE_DTYPE
+        """The dtype of the buffer: float32 is stored as the bits of int32, which casting a model leaves alone."""
+        return torch.int32 if self.scale_dtype is torch.float32 else self.scale_dtype
 
     def encode(self, w_RI: torch.Tensor) -> Iterable[torch.Tensor]:
         groups = self.group_count(w_RI.shape[1])
-        return (each for each in self._coded(w_RI.reshape(-1, w_RI.shape[1] // groups)) if each is not None)
+        data, scale, zero = self._coded(w_RI.reshape(-1, w_RI.shape[1] // groups))
+        if self.scale_dtype is torch.float32:
+            scale = scale.view(torch.int32)
+        return (data, scale) if zero is None else (data, scale, zero)
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._values(tensors["data"], tensors["scale"], tensors.get("zero"))
@@ -99,7 +104,7 @@ class GroupedFormat(QuantFormat):
         scale, zero = tensors["scale"], tensors.get("zero")
         zero_G1 = None if zero is None else zero.float().reshape(-1, 1)
         w_GN = w_RI.reshape(-1, w_RI.shape[1] // scale.shape[1])
-        return self._nearest(w_GN, scale.float().reshape(-1, 1), zero_G1).reshape(len(w_RI), -1)
+        return self._nearest(w_GN, scales_of(scale).float().reshape(-1, 1), zero_G1).reshape(len(w_RI), -1)
 
     @property
     def pack(self) -> int:
@@ -141,3 +146,8 @@ class GroupedFormat(QuantFormat):
         if self.groups is not None:
             return self.groups
         return 1 if self.group_size is None else in_features // self.group_size
+
+
+def scales_of(scale: torch.Tensor) -> torch.Tensor:
+    """The numbers in a buffer of scales."""
+    return scale.view(torch.float32) if scale.dtype is torch.int32 else scale

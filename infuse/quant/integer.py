@@ -5,7 +5,8 @@
 
     data   int8: the codes, int8 [out, in]
            int4: code + 8, two per byte, uint8 [out, in / 2]; input 2j is the low nibble, input 2j + 1 the high one
-    scale  bfloat16 [out, groups]; float16 with :f16, in which GPTQ and AWQ publish theirs
+    scale  bfloat16 [out, groups]; float16 with :f16, in which GPTQ, AWQ and GGUF have theirs; float32 with :f32, as
+           int32 bits, which casting a model leaves alone
     zero   int8 [out, groups], in steps (int8) or sixteenths of a step (int4), or None
 
 Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number per group.
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
-from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
+from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat, scales_of
 
 # Measured on N(0,1) as log2(relative error) + bits per weight, scales included (lower is better):
 #   int8: rows of 4096 1.15, groups of 128 0.80, of 64 0.76, of 32 0.81
@@ -57,7 +58,8 @@ ERRORS = {
 
 # The smallest scale of each dtype: that of all-zero groups. In float16 steps below 6e-5 are multiples of it, so groups
 # whose largest value is below 4e-4 (int4) or 8e-3 (int8) have coarser steps.
-_SMALLEST = MappingProxyType({SCALE_DTYPE: SMALLEST_SCALE, torch.float16: 2.0**-24})
+_SMALLEST = MappingProxyType({SCALE_DTYPE: SMALLEST_SCALE, torch.float16: 2.0**-24, torch.float32: SMALLEST_SCALE})
+_OPTION = MappingProxyType({SCALE_DTYPE: "", torch.float16: ":f16", torch.float32: ":f32"})
 LARGEST_WITH_FLOAT16 = 2.0**15  # no step of such weights exceeds float16
 
 
@@ -71,22 +73,16 @@ class IntegerFormat(GroupedFormat):
     groups with the smallest scales of float16.
     """
 
-    scale_dtype: torch.dtype = field(default=SCALE_DTYPE, kw_only=True)
-
     def __str__(self) -> str:
         size = f":groups={self.groups}" if self.groups is not None else f":{self.group_size or 'row'}"
         if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"]:
             size = ""  # plain "int8" is unambiguous; int4 always names its group, as its quality depends on it
         options = (
             "" if self.symmetric else ":asymmetric",
-            ":f16" if self.scale_dtype is torch.float16 else "",
+            _OPTION[self.scale_dtype],
             ":a8" if self.activation_bits == 8 else "",
         )
         return f"{self.name}{size}{''.join(options)}"
-
-    @property
-    def dtype_of_scales(self) -> torch.dtype:
-        return self.scale_dtype
 
     @property
     def largest_weight(self) -> float:
@@ -139,7 +135,7 @@ class IntegerFormat(GroupedFormat):
         values = codes.reshape(*scale.shape, -1).to(torch.float32)
         if zero is not None:
             values -= zero.unsqueeze(-1) * self.zero_unit
-        return values.mul_(scale.unsqueeze(-1)).flatten(1)
+        return values.mul_(scales_of(scale).unsqueeze(-1)).flatten(1)
 
     def _candidates(self, w_GN: torch.Tensor) -> Iterator[Grid]:
         grids = {
@@ -160,15 +156,24 @@ class Grid:
     zero_G1: torch.Tensor | None
 
 
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes in [0, 15], uint8 [..., 2n], into uint8 [..., n], even inputs in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(data: torch.Tensor) -> torch.Tensor:
+    """Inverse of pack_nibbles: uint8 [..., n] to codes [..., 2n]."""
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes in [-8, 7], int8 [..., 2n], into uint8 [..., n] as code + 8, even inputs in the low nibble."""
-    offset = (codes + 8).to(torch.uint8)
-    return offset[..., 0::2] | (offset[..., 1::2] << 4)
+    return pack_nibbles((codes + 8).to(torch.uint8))
 
 
 def unpack_int4(data: torch.Tensor) -> torch.Tensor:
     """Inverse of pack_int4: uint8 [..., n] to int8 codes [..., 2n]."""
-    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+    return unpack_nibbles(data).to(torch.int8) - 8
 
 
 def _range(bits: int) -> tuple[int, int]:
@@ -208,7 +213,9 @@ def _stored(scale_G1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _stored_below(scale_G1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The largest value of `dtype` not above the (positive) scale, at least the dtype's smallest scale."""
-    if dtype is SCALE_DTYPE:
+    if dtype is torch.float32:
+        below_G1 = scale_G1
+    elif dtype is SCALE_DTYPE:
         below_G1 = (scale_G1.view(torch.int32) & -65536).view(torch.float32)
     else:
         near_G1 = scale_G1.to(dtype)

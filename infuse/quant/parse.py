@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from infuse.errors import ConfigError
+from infuse.quant.blocks import BLOCKS, BlockFormat
 from infuse.quant.floating import DEFAULT_GROUP as FLOATING
 from infuse.quant.floating import FloatFormat
 from infuse.quant.format import QuantFormat
@@ -17,13 +18,16 @@ from infuse.quant.integer import DEFAULT_GROUP as INTEGER
 from infuse.quant.integer import IntegerFormat
 from infuse.quant.microscaling import DEFAULT_GROUP as MICROSCALING
 from infuse.quant.microscaling import MicroscalingFormat
+from infuse.quant.tables import DEFAULT_GROUP as TABLES
+from infuse.quant.tables import TableFormat
 
 _POSSIBLE = (
-    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or "
-    ":asymmetric behind, with :f16, which keeps scales in float16, and with :a8, which lets products of many tokens "
-    "round activations to 8 bits; mxfp4"
+    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6, nf4, fp4 likewise; int8 and int4 also with "
+    ":symmetric or :asymmetric behind, with :f16, which keeps scales in float16, and with :a8, which lets products of "
+    f"many tokens round activations to 8 bits; int8, int4 and fp8 with :f32; mxfp4; those of files: {', '.join(BLOCKS)}"
 )
-_OWN = {*INTEGER, *FLOATING, *MICROSCALING}
+_GROUPED = {**INTEGER, **FLOATING, **MICROSCALING, **TABLES}
+_OWN = {*_GROUPED, *BLOCKS}
 
 # The options behind the name → the format. ConfigError for options that the format does not have.
 Parse = Callable[[Sequence[str]], QuantFormat]
@@ -62,16 +66,20 @@ def _parsed(text: str) -> QuantFormat:
         return _registered[name](options)
     if name not in _OWN:
         raise ConfigError(f"unknown quantization format {text!r}; possible: {_possible()}")
+    if name in BLOCKS:
+        if options:
+            raise ConfigError(f"{options[0]!r} in the quantization format {text!r} is not known; possible: {name}")
+        return BlockFormat(name, BLOCKS[name].bits)
     return _grouped(text, name, options)
 
 
 def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
     activation_bits = 8 if _popped(options, "a8") else 16
-    has_float16 = _popped(options, "f16")
+    of_scales = _scale_dtype(options)
     symmetric = not _popped(options, "asymmetric")
     if symmetric:
         _popped(options, "symmetric")
-    size = {**INTEGER, **FLOATING, **MICROSCALING}[name]
+    size = _GROUPED[name]
     groups: int | None = None
     if options:
         option = options.pop(0)
@@ -84,14 +92,24 @@ def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
             options.append(option)
     if options:
         raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {_possible()}")
-    bits = int(name.lstrip("mxintfp"))
-    if name in INTEGER:
-        dtype = {"scale_dtype": torch.float16} if has_float16 else {}
-        return IntegerFormat(name, bits, size, symmetric, groups, activation_bits=activation_bits, **dtype)
-    if has_float16:
+    bits = int(name[-1])
+    if of_scales is torch.float16 and name not in INTEGER:
         raise ConfigError(f"{name} has no :f16; possible: {name}, or int8 and int4 with :f16")
-    family = FloatFormat if name in FLOATING else MicroscalingFormat
-    return family(name, bits, size, symmetric, groups, activation_bits=activation_bits)
+    if of_scales is torch.float32 and name not in {*INTEGER, "fp8"}:
+        raise ConfigError(f"{name} has no :f32; possible: {name}, or int8, int4 and fp8 with :f32")
+    scales = {} if of_scales is None else {"scale_dtype": of_scales}
+    if name in TABLES:
+        scales = {"scale_dtype": torch.float32}
+    families = ((INTEGER, IntegerFormat), (FLOATING, FloatFormat), (MICROSCALING, MicroscalingFormat))
+    family = next((family for names, family in families if name in names), TableFormat)
+    return family(name, bits, size, symmetric, groups, activation_bits=activation_bits, **scales)
+
+
+def _scale_dtype(options: list[str]) -> torch.dtype | None:
+    """The dtype that the last of `options` gives the scales, which is then removed; None if it gives none."""
+    if _popped(options, "f16"):
+        return torch.float16
+    return torch.float32 if _popped(options, "f32") else None
 
 
 def _popped(options: list[str], last: str) -> bool:

@@ -23,28 +23,31 @@ from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import Fusion, quantized_linear
 from infuse.ops.op import Layout
+from infuse.quant.blocks import Block, BlockFormat
 from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE, GroupedFormat
 from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
-SHORT_ACTIVATIONS = 8  # flag added to a code: kShortX in src/binding.h
-UNIT = {8: 4, 4: 8, 6: 16}  # bits → consecutive codes of a row that fill whole words
+SHORT_ACTIVATIONS = 64  # flag added to a code: kShortX in src/binding.h
+UNIT = {8: 4, 4: 8, 6: 16, 5: 32}  # bits → consecutive codes of a row that fill whole words
 
 
 def _declined(format: QuantFormat, inputs: int) -> str | None:
-    if not isinstance(format, GroupedFormat) or format.name not in CODES:
+    if format.name not in CODES or not isinstance(format, (GroupedFormat, BlockFormat)):
         return f"{format}: there is no kernel for it yet"
     unit = UNIT[format.bits]
     if inputs == 0:
         return f"{format}: there are no inputs"
+    if isinstance(format, BlockFormat):
+        return None
     if inputs % (format.group_count(inputs) * unit):
         return f"{format}: groups of {inputs // format.group_count(inputs)} are not multiples of {unit}"
     return None
 
 
 def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16].
+    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16], also bytes of blocks.
 
     None if a group ends inside a word, or if fp8 codes contain a NaN, which quantizing never produces.
     """
@@ -72,7 +75,7 @@ def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> Quant
         if not kernels().pack_panels.default(data.contiguous(), CODES.index(part.format.name), to):
             return None
         for of_rows, to_panels in zip(of_groups, to_groups, strict=True):
-            _interleave(of_rows, to_panels)
+            _interleave(of_rows, to_panels, _block_of(part.format))
     assert first == panels, (first, shape)
     return QuantizedWeight(whole, shape, part.format)
 
@@ -83,7 +86,7 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     in_panels, *of_groups = weight.tensors.values()
     data = torch.empty(outputs, inputs * weight.format.bits // 8, dtype=in_panels.dtype)
     kernels().unpack_panels.default(in_panels, CODES.index(weight.format.name), data)
-    rows = (each.transpose(1, 2).flatten(0, 1)[:outputs].contiguous() for each in of_groups)
+    rows = (_deinterleaved(each, _block_of(weight.format))[:outputs].contiguous() for each in of_groups)
     return QuantizedWeight.listed([data, *rows], weight.shape, weight.format)
 
 
@@ -95,11 +98,39 @@ def _shaped(weight: QuantizedWeight) -> QuantizedWeight:
     return QuantizedWeight.listed([data.view(panels, -1, 4 * PANEL_ROWS), *views], weight.shape, weight.format)
 
 
-def _interleave(of_rows: Tensor, to: Tensor) -> None:
-    """[O, groups] → [panels, groups, 16]."""
-    whole = len(of_rows) // PANEL_ROWS
-    to[:whole] = of_rows[: whole * PANEL_ROWS].view(whole, PANEL_ROWS, of_rows.shape[1]).transpose(1, 2)
-    to[whole:, :, : len(of_rows) % PANEL_ROWS] = of_rows[whole * PANEL_ROWS :].t()
+def _block_of(format: QuantFormat) -> Block | None:
+    return format.block if isinstance(format, BlockFormat) else None
+
+
+def _interleave(of_rows: Tensor, to: Tensor, block: Block | None) -> None:
+    """[O, groups] → [panels, groups, 16]; bytes of blocks field by field: each is [count][16 rows] of its numbers."""
+    if block is None:
+        whole = len(of_rows) // PANEL_ROWS
+        to[:whole] = of_rows[: whole * PANEL_ROWS].view(whole, PANEL_ROWS, of_rows.shape[1]).transpose(1, 2)
+        to[whole:, :, : len(of_rows) % PANEL_ROWS] = of_rows[whole * PANEL_ROWS :].t()
+        return
+    missing = -len(of_rows) % PANEL_ROWS
+    rows = of_rows if not missing else torch.cat((of_rows, of_rows.new_zeros(missing, of_rows.shape[1])))
+    rows_PRSB = rows.view(len(to), PANEL_ROWS, -1, block.nbytes)
+    parts = rows_PRSB.split([field.nbytes for field in block.fields], dim=-1)
+    in_panels = [
+        part.unflatten(-1, (field.count, -1)).permute(0, 2, 3, 1, 4).flatten(2)
+        for field, part in zip(block.fields, parts, strict=True)
+    ]
+    to.copy_(torch.cat(in_panels, dim=-1).view(to.shape))
+
+
+def _deinterleaved(in_panels: Tensor, block: Block | None) -> Tensor:
+    """The inverse: [panels * 16, groups]."""
+    if block is None:
+        return in_panels.transpose(1, 2).flatten(0, 1)
+    panels_PSB = in_panels.reshape(len(in_panels), -1, block.nbytes * PANEL_ROWS)
+    parts = panels_PSB.split([field.nbytes * PANEL_ROWS for field in block.fields], dim=-1)
+    in_rows = [
+        part.unflatten(-1, (field.count, PANEL_ROWS, -1)).permute(0, 3, 1, 2, 4).flatten(3)
+        for field, part in zip(block.fields, parts, strict=True)
+    ]
+    return torch.cat(in_rows, dim=-1).flatten(2).flatten(0, 1)
 
 
 @cache

@@ -24,9 +24,9 @@ inline Type type_of(const Tensor& t) {
   return t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
 }
 
-// The code of a quantized weight, without the flag of ops/cpu/quantized_linear.py that x may be rounded to 8 bits.
-constexpr int64_t kShortX = 8;
-inline Code code_of(int64_t code) { return Code(code & ~kShortX); }
+// The format of a quantized weight, without the flag of ops/cpu/quantized_linear.py that x may be rounded to 8 bits.
+constexpr int64_t kShortX = 64;
+inline const Format& format_of(int64_t code) { return kFormats[code & ~kShortX]; }
 
 // An operator by its schema, and a function that TORCH_BOX makes.
 struct Operator {

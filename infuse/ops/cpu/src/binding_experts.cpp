@@ -63,7 +63,7 @@ struct Tall {
     a.outputs = lead(expert) + rows;
     a.weight = beyond(a.weight, first * a.row_bytes);
     a.bias = beyond(a.bias, first * element_bytes(a.type));
-    a.scale = beyond(a.scale, first * a.groups), a.zero = beyond(a.zero, first * a.groups);
+    a.scale = beyond(a.scale, first * a.scale_bytes), a.zero = beyond(a.zero, first * a.groups);
     return a;
   }
 };

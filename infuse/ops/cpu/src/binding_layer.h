@@ -276,10 +276,10 @@ inline bool takes(const LinearPart& linear, ScalarType type, int64_t inputs, int
     return weight.scalar_type() == type && weight.dim() == 2 && weight.size(0) == outputs &&
            weight.size(1) == inputs;
   }
-  const int64_t input_bits = inputs * bits_of(code_of(linear.code));
+  const int64_t input_bits = inputs * bits_of(format_of(linear.code).code);
   const bool panels = weight.dim() == 3 && weight.size(1) * 32 == input_bits && weight.size(0) * 16 >= outputs;
   const Array& scale = *linear.scale;
-  return panels && are_scales(scale, code_of(linear.code)) && scale.is_contiguous() &&
+  return panels && are_scales(scale, format_of(linear.code)) && scale.is_contiguous() &&
          (!linear.zero || linear.zero->is_contiguous());
 }
 

@@ -45,10 +45,13 @@ void tile_panels(LinearArgs& a, const Array& data, const Array& scale, const May
 void take_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
                  int64_t outputs);
 void take_panels(LinearArgs& a, const std::vector<Tensor>& buffers, int64_t code, int64_t outputs);
-// Whether kernels read scales of this type for a code.
-inline bool are_scales(const Array& scale, Code code) {
+// Whether kernels read scales of this type for a format: float32 is passed as int32, which casting a model leaves alone.
+inline bool are_scales(const Array& scale, const Format& format) {
   const ScalarType type = scale.scalar_type();
-  return type == ScalarType::BFloat16 || (type == ScalarType::Half && has_half_scales(code));
+  if (format.blocks) return type == ScalarType::Byte;
+  if (type == ScalarType::Int) return has_wide_scales(format.code);
+  if (type == ScalarType::Half) return has_half_scales(format.code);
+  return type == ScalarType::BFloat16 && format.code != Code::real4;
 }
 // Whether to round x to 8 bits: if the code allows it and there is no AMX, which multiplies bf16 faster.
 bool takes_integers(const LinearArgs& a, int64_t code);

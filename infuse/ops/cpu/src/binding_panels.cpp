@@ -7,15 +7,27 @@
 
 namespace infuse {
 
+namespace {
+
+Scaling scaling_of(ScalarType type) {
+  if (type == ScalarType::Int) return Scaling::f32;
+  return type == ScalarType::Half ? Scaling::f16 : Scaling::bf16;
+}
+
+}  // namespace
+
 void take_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
                  int64_t outputs) {
+  const Format& format = format_of(code);
   a.weight = data.const_data_ptr();
-  a.code = code_of(code);
+  a.code = format.code, a.values = format.values;
   a.outputs = outputs, a.inputs = data.size(1) * 32 / bits_of(a.code);  // data [panels, words, 16] words
-  a.scale = static_cast<const uint16_t*>(scale.const_data_ptr());
-  a.half_scales = scale.scalar_type() == ScalarType::Half;
+  a.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
+  a.scaling = format.blocks ? Scaling::blocks : scaling_of(scale.scalar_type());
+  a.blocks = format.blocks ? &format.layout : nullptr;
+  a.scale_bytes = scale.size(1) * int64_t(scale.element_size());  // scale [panels, groups or bytes of a row, 16]
   a.zero = zero ? static_cast<const int8_t*>(zero->const_data_ptr()) : nullptr;
-  a.groups = scale.size(1);  // scale [panels, groups, 16]
+  a.groups = format.blocks ? a.inputs / format.layout.group : scale.size(1);
 }
 
 void take_panels(LinearArgs& a, const std::vector<Tensor>& buffers, int64_t code, int64_t outputs) {
@@ -36,7 +48,7 @@ void few_rows(LinearArgs& a) {
   const PanelKernels& kernel = kernels().panels;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
   over_blocks(a, kOneThreadFew, a.groups, [&](int64_t begin, int64_t end) { kernel.arrange_groups(a, begin, end); });
-  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.groups * (a.zero ? 3 : 2);
+  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.scale_bytes + (a.zero ? a.groups : 0);
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }
 
@@ -164,10 +176,9 @@ Sixes sixes_of_words(const uint32_t* words) {
 }
 
 // Calls run(offset of a unit in the rows, offset of its first word in the panels), in bytes, for all rows and all units
-// of 6-bit codes.
-template <class F>
-void over_sixes(int64_t rows, int64_t words, const F& run) {
-  constexpr int64_t bytes = 12;
+// of `bytes`.
+template <int64_t bytes, class F>
+void over_units(int64_t rows, int64_t words, const F& run) {
   const int64_t units = words * 4 / bytes;
   parallel_for(0, (rows + kPanelRows - 1) / kPanelRows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -179,6 +190,18 @@ void over_sixes(int64_t rows, int64_t words, const F& run) {
       }
     }
   });
+}
+
+// The highest bits of 32 codes, code i at bit i → those of pair p at bit p of each half, and back.
+uint32_t halves_of_bits(uint32_t bits) {
+  uint32_t to = 0;
+  for (int i = 0; i < 32; ++i) to |= (bits >> i & 1) << (i / 2 + 16 * (i % 2));
+  return to;
+}
+uint32_t bits_of_halves(uint32_t halves) {
+  uint32_t to = 0;
+  for (int i = 0; i < 32; ++i) to |= (halves >> (i / 2 + 16 * (i % 2)) & 1) << i;
+  return to;
 }
 
 uint32_t word_at(const uint8_t* p) {
@@ -204,6 +227,16 @@ void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t to_stride, c
   const Four c = upper(rows[0], rows[2]), d = upper(rows[1], rows[3]);
   const Four columns[4] = {change(lower(a, b)), change(upper(a, b)), change(lower(c, d)), change(upper(c, d))};
   for (int i = 0; i < 4; ++i) std::memcpy(to + i * to_stride, &columns[i], sizeof(Four));
+}
+
+// Units of 5-bit codes: four words of their lower bits, and one of the highest.
+void pack_fives(const uint8_t* from, uint8_t* to) {
+  for (int w = 0; w < 4; ++w) put_word(to + w * kWordBytes, WordOfNibbles()(word_at(from + 4 * w)));
+  put_word(to + 4 * kWordBytes, halves_of_bits(word_at(from + 16)));
+}
+void unpack_fives(const uint8_t* from, uint8_t* to) {
+  for (int w = 0; w < 4; ++w) put_word(to + 4 * w, NibblesOfWord()(word_at(from + w * kWordBytes)));
+  put_word(to + 16, bits_of_halves(word_at(from + 4 * kWordBytes)));
 }
 
 // Moves all words between rows, `row_bytes` long, and panels. TO_PANELS: from the rows; otherwise from the panels.
@@ -241,8 +274,13 @@ void move_words(const uint8_t* from, uint8_t* to, int64_t rows, int64_t words, c
 bool pack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
-  if (Code(code) == Code::fp6) {
-    over_sixes(data.size(0), to.size(1), [&](int64_t row, int64_t panel) {
+  const Code coding = format_of(code).code;
+  if (coding == Code::five) {
+    over_units<20>(data.size(0), to.size(1), [&](int64_t row, int64_t panel) { pack_fives(from + row, into + panel); });
+    return true;
+  }
+  if (bits_of(coding) == 6) {
+    over_units<12>(data.size(0), to.size(1), [&](int64_t row, int64_t panel) {
       const uint64_t a = word_at(from + row), b = word_at(from + row + 4), c = word_at(from + row + 8);
       uint32_t words[3];
       words_of_sixes({a | (b & 0xffff) << 32, b >> 16 | c << 16}, words);
@@ -251,12 +289,12 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     return true;
   }
   const int64_t rows = data.size(0), words = to.size(1);
-  if (is_nibble(Code(code))) {
+  if (is_nibble(coding)) {
     move_words<true>(from, into, rows, words, WordOfNibbles());
     return true;
   }
   move_words<true>(from, into, rows, words, MiddleBytesSwapped());
-  if (Code(code) == Code::int8) return true;
+  if (coding == Code::int8) return true;
   std::atomic<bool> numbers{true};  // no magnitude is 0x7f, which is NaN
   torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     uint32_t above = 0;
@@ -269,8 +307,13 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
 void unpack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
-  if (Code(code) == Code::fp6) {
-    over_sixes(to.size(0), data.size(1), [&](int64_t row, int64_t panel) {
+  const Code coding = format_of(code).code;
+  if (coding == Code::five) {
+    over_units<20>(to.size(0), data.size(1), [&](int64_t row, int64_t panel) { unpack_fives(from + panel, into + row); });
+    return;
+  }
+  if (bits_of(coding) == 6) {
+    over_units<12>(to.size(0), data.size(1), [&](int64_t row, int64_t panel) {
       uint32_t words[3];
       for (int w = 0; w < 3; ++w) words[w] = word_at(from + panel + w * kWordBytes);
       const Sixes codes = sixes_of_words(words);
@@ -281,7 +324,7 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
     return;
   }
   const int64_t rows = to.size(0), words = data.size(1);
-  if (is_nibble(Code(code))) {
+  if (is_nibble(coding)) {
     move_words<false>(from, into, rows, words, NibblesOfWord());
   } else {
     move_words<false>(from, into, rows, words, MiddleBytesSwapped());

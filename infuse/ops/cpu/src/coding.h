@@ -7,13 +7,15 @@
 //                    subtracted from the result
 //   value(words, j)  the value of code j of a row, from the words of its unit
 //   values(words, j) the values of code j of Vec::width rows
-//   pair(words, p)   pair `p` of each row as exact bf16 (with AVX-512; not for int8)
+//   pair(words, p)   pair `p` of each row as exact bf16 (with AVX-512; not for int8 and real4)
+//
+// Codings with a table hold it: they are made from the arguments of a product.
 #pragma once
 
 #include <type_traits>
 
 #include "float_codes.h"
-#include "types.h"
+#include "linear_kernels.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -37,15 +39,21 @@ struct Units {
   static constexpr float zero_unit = 1;
 };
 
+// A coding without a table.
+struct Fixed {
+  Fixed() = default;
+  explicit Fixed(const LinearArgs&) {}
+};
+
 // One code after the other, without vector instructions.
 template <class Coding>
-Vec values_by_row(const Words* words, int j) {
+Vec values_by_row(const Coding& coding, const Words* words, int j) {
   Vec r;
 #if !defined(__AVX512F__) && !defined(__AVX2__)
   for (int i = 0; i < Vec::width; ++i) {
     uint32_t of_row[Coding::words];
     for (int w = 0; w < Coding::words; ++w) of_row[w] = words[w].lane[i];
-    r.v[i] = Coding::value(of_row, j);
+    r.v[i] = coding.value(of_row, j);
   }
 #endif
   return r;
@@ -59,11 +67,21 @@ Vec values_by_row(const Words* words, int j) {
 }
 #endif
 
+// Pair `p` of codes of six bits of each row, in the lowest bits of each half.
+#if defined(__AVX512F__)
+[[gnu::always_inline]] inline __m512i six_bits(const __m512i* words, int p) {
+  if (p < 6) return p % 2 ? _mm512_srli_epi16(words[p / 2], 6) : words[p / 2];
+  const __m512i lower = _mm512_srli_epi16(words[p - 6], 12), upper = _mm512_srli_epi16(words[2], unsigned(2 * p - 4));
+  return _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(0x30), 0xf8);  // lower | upper & 0x30
+}
+#endif
+
 template <Code C>
 struct Coding;
 
 template <>
-struct Coding<Code::int8> : Units<8, 1> {
+struct Coding<Code::int8> : Units<8, 1>, Fixed {
+  using Fixed::Fixed;
   static constexpr int moved = 128;
   static float value(const uint32_t* words, int j) { return float(int8_t(words[0] >> bit_of(8, j))); }
   [[gnu::always_inline]] static Vec values(const Words* words, int j) {
@@ -72,13 +90,14 @@ struct Coding<Code::int8> : Units<8, 1> {
 #elif defined(__AVX2__)
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words[0], 24 - bit_of(8, j)), 24));
 #else
-    return values_by_row<Coding>(words, j);
+    return values_by_row(Coding(), words, j);
 #endif
   }
 };
 
 template <>
-struct Coding<Code::int4> : Units<4, 1> {
+struct Coding<Code::int4> : Units<4, 1>, Fixed {
+  using Fixed::Fixed;
   static constexpr float zero_unit = 1.0f / 16;
   static constexpr int moved = 8;
   static float value(const uint32_t* words, int j) { return float(int(words[0] >> bit_of(4, j) & 15) - 8); }
@@ -90,7 +109,7 @@ struct Coding<Code::int4> : Units<4, 1> {
     const __m256i nibble = _mm256_and_si256(_mm256_srli_epi32(words[0], bit_of(4, j)), _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(nibble, _mm256_set1_epi32(8)));
 #else
-    return values_by_row<Coding>(words, j);
+    return values_by_row(Coding(), words, j);
 #endif
   }
 #if defined(__AVX512F__)
@@ -104,34 +123,58 @@ struct Coding<Code::int4> : Units<4, 1> {
 #endif
 };
 
+// Codes of four bits with a table of values.
 template <>
-struct Coding<Code::mxfp4> : Units<4, 1> {
-  static float value(const uint32_t* words, int j) { return kMxfp4[words[0] >> bit_of(4, j) & 15]; }
-  [[gnu::always_inline]] static Vec values(const Words* words, int j) {
+struct Coding<Code::real4> : Units<4, 1> {
+  explicit Coding(const LinearArgs& a) : table(a.values) {
 #if defined(__AVX512F__)
-    const __m512 table = _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6);
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(words[0], unsigned(bit_of(4, j))), table);
-#elif defined(__AVX2__)  // the permutation reads only the lowest three bits of its index
+    in_lanes = _mm512_loadu_ps(table);
+#elif defined(__AVX2__)
+    lower = _mm256_loadu_ps(table), upper = _mm256_loadu_ps(table + 8);
+#endif
+  }
+  float value(const uint32_t* words, int j) const { return table[words[0] >> bit_of(4, j) & 15]; }
+  [[gnu::always_inline]] Vec values(const Words* words, int j) const {
+#if defined(__AVX512F__)  // the permutation reads only the lowest four bits of its index
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(words[0], unsigned(bit_of(4, j))), in_lanes);
+#elif defined(__AVX2__)  // the permutations read only the lowest three bits of their index
     const __m256i nibble = _mm256_srli_epi32(words[0], bit_of(4, j));
-    const __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6), nibble);
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(nibble, _mm256_set1_epi32(8)), 28);
-    return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
+    const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(nibble, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, nibble), _mm256_permutevar8x32_ps(upper, nibble), is_upper);
 #else
-    return values_by_row<Coding>(words, j);
+    return values_by_row(*this, words, j);
+#endif
+  }
+
+  const float* table;
+#if defined(__AVX512F__)
+  __m512 in_lanes;
+#elif defined(__AVX2__)
+  __m256 lower, upper;
+#endif
+};
+
+// The same, with values that bf16 holds.
+template <>
+struct Coding<Code::nibble> : Coding<Code::real4> {
+  explicit Coding(const LinearArgs& a) : Coding<Code::real4>(a) {
+#if defined(__AVX512F__)  // twice: the permutation reads five bits of its index, and the highest belongs to the next code
+    const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(in_lanes), 16));
+    pairs = _mm512_broadcast_i64x4(halves);
 #endif
   }
 #if defined(__AVX512F__)
-  [[gnu::always_inline]] static __m512i pair(const Words* words, int p) {
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, short(0x8000), short(0xbf00), short(0xbf80),
-        short(0xbfc0), short(0xc000), short(0xc040), short(0xc080), short(0xc0c0)));
-    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words[0], unsigned(4 * p)), table);
+  [[gnu::always_inline]] __m512i pair(const Words* words, int p) const {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words[0], unsigned(4 * p)), pairs);
   }
+
+  __m512i pairs;
 #endif
 };
 
 template <>
-struct Coding<Code::fp8> : Units<8, 1> {
+struct Coding<Code::fp8> : Units<8, 1>, Fixed {
+  using Fixed::Fixed;
   static float value(const uint32_t* words, int j) { return kFp8[words[0] >> bit_of(8, j) & 255]; }
   [[gnu::always_inline]] static Vec values(const Words* words, int j) {
 #if defined(__AVX512F__)
@@ -139,7 +182,7 @@ struct Coding<Code::fp8> : Units<8, 1> {
 #elif defined(__AVX2__)
     return half_values<4, 3>(_mm256_slli_epi32(words[0], 24 - bit_of(8, j)), 256.0f);
 #else
-    return values_by_row<Coding>(words, j);
+    return values_by_row(Coding(), words, j);
 #endif
   }
 #if defined(__AVX512F__)
@@ -148,7 +191,8 @@ struct Coding<Code::fp8> : Units<8, 1> {
 };
 
 template <>
-struct Coding<Code::fp6> : Units<6, 3> {
+struct Coding<Code::fp6> : Units<6, 3>, Fixed {
+  using Fixed::Fixed;
   static float value(const uint32_t* words, int j) {
     const int p = j / 2, half = 16 * (j % 2);
     if (p < 6) return kFp6[words[p / 2] >> (6 * (p % 2) + half) & 63];
@@ -165,14 +209,90 @@ struct Coding<Code::fp6> : Units<6, 3> {
     return half_values<3, 2>(_mm256_or_si256(_mm256_and_si256(lower_bits, lower),
                                              _mm256_andnot_si256(lower_bits, upper)), 4096.0f);
 #else
-    return values_by_row<Coding>(words, j);
+    return values_by_row(Coding(), words, j);
 #endif
   }
 #if defined(__AVX512F__)
-  [[gnu::always_inline]] static __m512i pair(const Words* words, int p) {
-    if (p < 6) return fp6_pair(p % 2 ? _mm512_srli_epi16(words[p / 2], 6) : words[p / 2]);
-    const __m512i lower = _mm512_srli_epi16(words[p - 6], 12), upper = _mm512_srli_epi16(words[2], unsigned(2 * p - 4));
-    return fp6_pair(_mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(0x30), 0xf8));  // lower | upper & 0x30
+  [[gnu::always_inline]] static __m512i pair(const Words* words, int p) { return fp6_pair(six_bits(words, p)); }
+#endif
+};
+
+// Integers of five and six bits, less an offset.
+template <int bits, int count>
+struct Offset : Units<bits, count> {
+  explicit Offset(const LinearArgs& a) : offset(a.values[0]) {
+#if defined(__AVX512F__)
+    alignas(64) uint16_t of[1 << bits];
+    for (int code = 0; code < 1 << bits; ++code) of[code] = bf16_bits(float(code) + offset);
+    for (int half = 0; half < (1 << bits) / 32; ++half) pairs[half] = _mm512_load_si512(of + 32 * half);
+#endif
+  }
+
+  float offset;
+#if defined(__AVX512F__)
+  __m512i pairs[(1 << bits) / 32];
+#endif
+};
+
+template <>
+struct Coding<Code::five> : Offset<5, 5> {
+  using Offset::Offset;
+  float value(const uint32_t* words, int j) const {
+    const uint32_t lower = words[j / 8] >> bit_of(4, j % 8) & 15, highest = words[4] >> (j / 2 + 16 * (j % 2)) & 1;
+    return float(lower | highest << 4) + offset;
+  }
+  [[gnu::always_inline]] Vec values(const Words* words, int j) const {
+#if defined(__AVX512F__)
+    return half_of(pair(words, j / 2), j);
+#elif defined(__AVX2__)
+    const __m256i lower = _mm256_and_si256(_mm256_srli_epi32(words[j / 8], bit_of(4, j % 8)), _mm256_set1_epi32(15));
+    const __m256i highest = _mm256_and_si256(_mm256_srli_epi32(words[4], j / 2 + 16 * (j % 2)), _mm256_set1_epi32(1));
+    return Vec(_mm256_cvtepi32_ps(_mm256_or_si256(lower, _mm256_slli_epi32(highest, 4)))) + Vec(offset);
+#else
+    return values_by_row(*this, words, j);
+#endif
+  }
+#if defined(__AVX512F__)
+  [[gnu::always_inline]] __m512i pair(const Words* words, int p) const {
+    const __m512i lower = p % 4 ? _mm512_srli_epi16(words[p / 4], unsigned(4 * (p % 4))) : words[p / 4];
+    const __m512i highest =
+        p < 4 ? _mm512_slli_epi16(words[4], unsigned(4 - p)) : _mm512_srli_epi16(words[4], unsigned(p - 4));
+    // the permutation reads five bits of its index: the lower four and the highest
+    const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, highest, 0xca);
+    return _mm512_permutexvar_epi16(code, pairs[0]);
+  }
+#endif
+};
+
+template <>
+struct Coding<Code::six> : Offset<6, 3> {
+  using Offset::Offset;
+  float value(const uint32_t* words, int j) const {
+    const int p = j / 2, half = 16 * (j % 2);
+    if (p < 6) return float(words[p / 2] >> (6 * (p % 2) + half) & 63) + offset;
+    return float((words[p - 6] >> (12 + half) & 15) | (words[2] >> (2 * p + half) & 3) << 4) + offset;
+  }
+  [[gnu::always_inline]] Vec values(const Words* words, int j) const {
+#if defined(__AVX512F__)
+    return half_of(pair(words, j / 2), j);
+#elif defined(__AVX2__)
+    const int p = j / 2, half = 16 * (j % 2);
+    __m256i code;
+    if (p < 6) {
+      code = _mm256_and_si256(_mm256_srli_epi32(words[p / 2], 6 * (p % 2) + half), _mm256_set1_epi32(63));
+    } else {
+      const __m256i lower = _mm256_and_si256(_mm256_srli_epi32(words[p - 6], 12 + half), _mm256_set1_epi32(15));
+      const __m256i upper = _mm256_and_si256(_mm256_srli_epi32(words[2], 2 * p + half), _mm256_set1_epi32(3));
+      code = _mm256_or_si256(lower, _mm256_slli_epi32(upper, 4));
+    }
+    return Vec(_mm256_cvtepi32_ps(code)) + Vec(offset);
+#else
+    return values_by_row(*this, words, j);
+#endif
+  }
+#if defined(__AVX512F__)
+  [[gnu::always_inline]] __m512i pair(const Words* words, int p) const {
+    return _mm512_permutex2var_epi16(pairs[0], six_bits(words, p), pairs[1]);
   }
 #endif
 };
@@ -186,8 +306,11 @@ auto with_code(Code code, const F& run) {
     case Code::int8: return run(CodeOf<Code::int8>());
     case Code::int4: return run(CodeOf<Code::int4>());
     case Code::fp8: return run(CodeOf<Code::fp8>());
-    case Code::mxfp4: return run(CodeOf<Code::mxfp4>());
-    default: return run(CodeOf<Code::fp6>());
+    case Code::fp6: return run(CodeOf<Code::fp6>());
+    case Code::nibble: return run(CodeOf<Code::nibble>());
+    case Code::real4: return run(CodeOf<Code::real4>());
+    case Code::five: return run(CodeOf<Code::five>());
+    default: return run(CodeOf<Code::six>());
   }
 }
 

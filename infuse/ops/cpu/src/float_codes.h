@@ -1,4 +1,4 @@
-// The exact values of fp8 (e4m3), fp6 (e3m2) and mxfp4 (e2m1) codes, as infuse/quant defines them. The NaN of e4m3 is
+// The exact values of fp8 (e4m3), fp6 (e3m2) codes, as infuse/quant defines them. The NaN of e4m3 is
 // not supported: weights that contain it are not converted to panels.
 #pragma once
 
@@ -26,7 +26,6 @@ constexpr auto float_values() {
 }
 inline constexpr auto kFp8 = float_values<4, 3, -6>();
 inline constexpr auto kFp6 = float_values<3, 2, -2>();
-inline constexpr auto kMxfp4 = float_values<2, 1, 0>();
 
 constexpr uint16_t bf16_bits(float exact) { return uint16_t(std::bit_cast<uint32_t>(exact) >> 16); }
 

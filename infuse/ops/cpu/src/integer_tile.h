@@ -130,7 +130,6 @@ void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t 
   // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
   const Scales of_weight(a);
-  const uint16_t *left_scale = a.scale + left, *right_scale = a.scale + right;
   const int8_t *left_zero = a.zero + left, *right_zero = a.zero + right;
   const bool far = a.rows * a.inputs > kFarXBytes;
   Vec sums[R][2];  // in registers: an array in memory took a tenth of the time
@@ -159,8 +158,7 @@ void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t 
       }
     }
     x += (R - 1) * words;
-    const Vec scale0 = of_weight.load(left_scale + g * kPanelRows),
-        scale1 = of_weight.load(right_scale + g * kPanelRows);
+    const Vec scale0 = of_weight.load(left + g * kPanelRows), scale1 = of_weight.load(right + g * kPanelRows);
     const float* scales = reinterpret_cast<const float*>(header + kScale * R);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {

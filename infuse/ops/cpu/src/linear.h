@@ -36,7 +36,7 @@ inline PanelKernels panel_kernels() {
       [](const LinearArgs& a) {
         return with_format(a, [&](auto t, auto code) {
           return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) +
-              (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
+              (has_shifts(a) ? size_t(a.rows * a.groups) * sizeof(float) : 0);
         });
       },
       [](const LinearArgs& a, int64_t, int64_t begin, int64_t end) {

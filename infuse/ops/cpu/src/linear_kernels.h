@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "types.h"
+#include "formats.h"
 
 namespace infuse {
 
@@ -13,7 +13,7 @@ namespace infuse {
 constexpr int64_t kMostIntegerInputs = 1 << 16;
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x. A quantized one is stored in panels
-// (panels.h), with w = scale * (code - zero * unit) as infuse/quant/integer.py and floating.py define it.
+// (panels.h), with w = scale * (code - zero * unit), or w = scale * code - shift where scales are in blocks.
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels
@@ -22,12 +22,15 @@ struct LinearArgs {
   int64_t rows, inputs, outputs;
   Type type;  // of x, y, bias
 
-  Code code;              // of a quantized weight
-  const uint16_t* scale;  // bf16 or, if half_scales, f16
-  bool half_scales;
-  const int8_t* zero;     // or null
+  Code code;             // of a quantized weight
+  const float* values;   // of the codes, if they are those of a table
+  Scaling scaling;       // of `scale`
+  const BlockLayout* blocks;
+  const uint8_t* scale;
+  int64_t scale_bytes;   // of a row
+  const int8_t* zero;    // or null
   int64_t groups;
-  const int64_t* index;   // the rows of the weight that `gather` reads
+  const int64_t* index;  // the rows of the weight that `gather` reads
 
   // In products by tiles: y = act(...), or if gated y[R, O / 2] = act(first half) * second half.
   bool activates, gated;

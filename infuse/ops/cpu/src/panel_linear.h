@@ -13,7 +13,10 @@ int64_t arranged_bytes(const LinearArgs& a) {
   return a.rows * P::words(a) * int64_t(sizeof(typename P::X));
 }
 
-// The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points are multiplied with them.
+inline bool has_shifts(const LinearArgs& a) { return a.zero || (a.blocks && a.blocks->shifts); }
+
+// The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points and shifts are multiplied with
+// them.
 inline float* group_sums(const LinearArgs& a,
     int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
@@ -26,7 +29,7 @@ void arrange_groups(const LinearArgs& a, int64_t begin_block, int64_t end_block,
   for (int64_t b = begin_block; b < end_block; ++b) {
     const auto [first, count] = row_block(a.rows, kMostPanelRows, b);
     P::arrange(a, first, int(count), begin, end, static_cast<typename P::X*>(a.scratch) + first * width);
-    for (int64_t r = first; a.zero && r < first + count; ++r) {
+    for (int64_t r = first; has_shifts(a) && r < first + count; ++r) {
       for (int64_t g = r * a.groups + begin; g < r * a.groups + end; ++g) {
         const T* x = static_cast<const T*>(a.x) + g * length;
         Vec sum;
@@ -41,26 +44,43 @@ void arrange_groups(const LinearArgs& a, int64_t begin_block, int64_t end_block,
 
 // ---- single codes ----
 
+template <Code C>
 struct PanelRow {
+  const LinearArgs& a;
+  const Coding<C> coding;
+  const Scales scales;
+  const int64_t panel;
+  const int lane, in_register;
   const uint8_t* codes;
-  Scales scales;
-  const uint16_t* scale;
-  const int8_t* zero;  // or null
 
-  template <Code C>
-  static PanelRow of(const LinearArgs& a, int64_t o) {
-    const int64_t panel = o / kPanelRows, lane = o % kPanelRows, scales = panel * a.groups * kPanelRows + lane;
-    const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> +
-                           4 * lane;
-    return {codes, Scales(a), a.scale + scales, a.zero ? a.zero + scales : nullptr};
+  PanelRow(const LinearArgs& a, int64_t o)
+      : a(a), coding(a), scales(a), panel(o / kPanelRows), lane(int(o % kPanelRows) / Vec::width * Vec::width),
+        in_register(int(o % kPanelRows) % Vec::width),
+        codes(static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> +
+              4 * (o % kPanelRows)) {}
+
+  // Calls run(input, value) for all inputs.
+  template <class F>
+  void each(const F& run) const {
+    const int64_t length = a.groups ? a.inputs / a.groups : 0;
+    for (int64_t g = 0; g < a.groups; ++g) {
+      const OfGroup group = group_of(a, scales, panel, g, lane, Coding<C>::zero_unit);
+      const float scale = of(group.scale), zero = of(group.zero), shift = of(group.shift);
+      for (int64_t i = g * length; i < (g + 1) * length; ++i) run(i, (code(i) - zero) * scale - shift);
+    }
   }
-  template <Code C>
-  float value(int64_t i, int64_t g) const {
+
+ private:
+  float of(Vec v) const {
+    alignas(64) float lanes[Vec::width];
+    store(lanes, v, Vec::width);
+    return lanes[in_register];
+  }
+  float code(int64_t i) const {
     uint32_t words[Coding<C>::words];
     for (int w = 0; w < Coding<C>::words; ++w) std::memcpy(words + w,
         codes + i / kUnit<C> * kUnitBytes<C> + w * kWordBytes, 4);
-    const float shift = zero ? float(zero[g * kPanelRows]) * Coding<C>::zero_unit : 0.0f;
-    return (Coding<C>::value(words, int(i % kUnit<C>)) - shift) * scales.at(scale + g * kPanelRows);
+    return coding.value(words, int(i % kUnit<C>));
   }
 };
 
@@ -69,17 +89,16 @@ template <class T, Code C>
 void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const Scales scales(a);
+  const Coding<C> coding(a);
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
     for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
       const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
       const int64_t o = panel * kPanelRows + lane;
       for (int64_t u = 0; u < units; ++u, p += kUnitBytes<C>) {
-        const int64_t at = (panel * a.groups + u / in_group) * kPanelRows + lane;
-        const Vec scale = scales.load(a.scale + at);
-        const Vec shift = a.zero ? load_zeros(a.zero + at) * Vec(Coding<C>::zero_unit) : Vec();
+        const OfGroup group = group_of(a, scales, panel, u / in_group, lane, Coding<C>::zero_unit);
         alignas(64) float value[kUnit<C>][Vec::width];
         const Unit<C> d = load_unit<C>(p);
-        for (int j = 0; j < kUnit<C>; ++j) store(value[j], (Coding<C>::values(d.words, j) - shift) * scale, Vec::width);
+        for (int j = 0; j < kUnit<C>; ++j) store(value[j], group.value(coding.values(d.words, j)), Vec::width);
         for (int r = 0; r < Vec::width && o + r < end; ++r) {
           T* to = static_cast<T*>(a.y) + (o + r) * a.inputs + u * kUnit<C>;
           for (int j = 0; j < kUnit<C>; ++j) narrow(value[j][r], to[j]);
@@ -93,9 +112,8 @@ void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
 template <class T, Code C>
 void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
-    const PanelRow row = PanelRow::of<C>(a, a.index[i]);
     T* to = static_cast<T*>(a.y) + i * a.inputs;
-    for (int64_t k = 0; k < a.inputs; ++k) narrow(row.value<C>(k, k / (a.inputs / a.groups)), to[k]);
+    PanelRow<C>(a, a.index[i]).each([&](int64_t k, float value) { narrow(value, to[k]); });
   }
 }
 
@@ -103,14 +121,13 @@ void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
 // scale gives another value than multiplying its terms if the scale or x is not finite.
 template <class T, Code C>
 float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
-  const PanelRow row = PanelRow::of<C>(a, o);
   const T* x = static_cast<const T*>(a.x) + r * a.inputs;
   float sum = 0;
-  for (int64_t i = 0; i < a.inputs; ++i) {
+  PanelRow<C>(a, o).each([&](int64_t i, float value) {
     T w;
-    narrow(row.value<C>(i, i / (a.inputs / a.groups)), w);
+    narrow(value, w);
     sum += widen(w) * widen(x[i]);
-  }
+  });
   return sum;
 }
 
@@ -131,17 +148,37 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
   store(static_cast<T*>(a.y) + r * a.outputs + o, acc, count);
 }
 
+// Scales in blocks, as the type S of few_rows, which expands those of kExpanded groups at once.
+struct InBlocks;
+constexpr int64_t kExpanded = 64;  // 8 KiB with the shifts, which stay in the nearest cache
+
+// Writes scales and shifts [groups][Vec::width] of groups [begin, end), which begin and end with blocks.
+inline void expand(const LinearArgs& a, int64_t panel, int64_t begin, int64_t end, int lane, float* scales,
+                   float* shifts) {
+  const int in_block = a.blocks->groups();
+  for (int64_t b = begin / in_block; b < end / in_block; ++b) {
+    const OfBlock block(a, panel, b, lane);
+    for (int g = 0; g < in_block; ++g, scales += Vec::width) store(scales, block.scale(g), Vec::width);
+    for (int g = 0; a.blocks->shifts && g < in_block; ++g, shifts += Vec::width) {
+      store(shifts, Vec() - block.shift(g), Vec::width);
+    }
+  }
+}
+
 // S: the type of the scales. Asking for it in each group takes 1.1 to 1.3 times as long with 8 rows: the compiler then
 // keeps sums in memory.
 template <class T, Code C, int R, class S>
 void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
+  constexpr bool blocks = std::is_same_v<S, InBlocks>;
+  using Number = std::conditional_t<blocks, float, S>;
   constexpr int ahead = R == 1 ? kAhead : kFarAhead;
   const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
-  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
+  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups, at_once = blocks ? kExpanded : a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
-  const S* scales = reinterpret_cast<const S*>(a.scale) + panel * a.groups * kPanelRows;
   const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
+  const Coding<C> coding(a);
+  alignas(64) float room[blocks ? 2 : 1][blocks ? kExpanded * Vec::width : 1];
   for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
     const int64_t o = panel * kPanelRows + lane;
     const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
@@ -149,25 +186,58 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
     const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
     const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * P::words(a);
     Vec acc[R];
-    for (int64_t g = 0; g < a.groups; ++g) {
-      const Vec scale = load(scales + g * kPanelRows + lane, Vec::width);
-      for (int64_t left = in_group; left > 0; left -= kChunkUnits) {
-        typename P::template Sums<R> sums_of_chunk(x);
-        constexpr int at_once = decltype(sums_of_chunk)::units;
-        const uint8_t* end = p + (left < kChunkUnits ? left : kChunkUnits) * kUnitBytes<C>;
-        for (; p + (at_once - 1) * kUnitBytes<C> < end; p += at_once * kUnitBytes<C>) {
-          for (int u = 0; u < at_once; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>, into);
-          sums_of_chunk.template add<at_once>(p, x);
-        }
-        for (; p < end; p += kUnitBytes<C>) sums_of_chunk.template add<1>(p, x);
-        for (int r = 0; r < R; ++r) acc[r] = fma(sums_of_chunk.total(r), scale, acc[r]);
+    for (int64_t begin = 0; begin < a.groups; begin += at_once) {
+      const int64_t end = begin + at_once < a.groups ? begin + at_once : a.groups;
+      const Number* scales = reinterpret_cast<const Number*>(a.scale) + panel * a.groups * kPanelRows + lane;
+      if constexpr (blocks) {
+        expand(a, panel, begin, end, lane, room[0], room[1]);
+        scales = room[0];
       }
-      if (zeros) {
-        const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-Coding<C>::zero_unit);
-        for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
+      for (int64_t g = begin; g < end; ++g, scales += blocks ? Vec::width : kPanelRows) {
+        const Vec scale = load(scales, Vec::width);
+        for (int64_t left = in_group; left > 0; left -= kChunkUnits) {
+          typename P::template Sums<R> sums_of_chunk(x);
+          constexpr int added = decltype(sums_of_chunk)::units;
+          const uint8_t* stop = p + (left < kChunkUnits ? left : kChunkUnits) * kUnitBytes<C>;
+          for (; p + (added - 1) * kUnitBytes<C> < stop; p += added * kUnitBytes<C>) {
+            for (int u = 0; u < added; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>, into);
+            sums_of_chunk.template add<added>(coding, p, x);
+          }
+          for (; p < stop; p += kUnitBytes<C>) sums_of_chunk.template add<1>(coding, p, x);
+          for (int r = 0; r < R; ++r) acc[r] = fma(sums_of_chunk.total(r), scale, acc[r]);
+        }
+        if constexpr (blocks) {
+          if (!a.blocks->shifts) continue;
+          const Vec shift = load(room[1] + (g - begin) * Vec::width, Vec::width);
+          for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
+        } else if (zeros) {
+          const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-Coding<C>::zero_unit);
+          for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
+        }
       }
     }
     for (int r = 0; r < R; ++r) finish<T, C>(a, acc[r], o, count, first + r);
+  }
+}
+
+// Calls run with a null pointer to the type of the scales.
+template <Code C, class F>
+void with_scales(const LinearArgs& a, const F& run) {
+  if constexpr (C == Code::real4) {
+    run(static_cast<float*>(nullptr));
+  } else if constexpr (C == Code::five || C == Code::six) {
+    run(static_cast<InBlocks*>(nullptr));
+  } else {
+    if constexpr (C == Code::nibble) {
+      if (a.scaling == Scaling::blocks) return run(static_cast<InBlocks*>(nullptr));
+    }
+    if constexpr (has_half_scales(C)) {
+      if (a.scaling == Scaling::f16) return run(static_cast<f16*>(nullptr));
+    }
+    if constexpr (has_wide_scales(C)) {
+      if (a.scaling == Scaling::f32) return run(static_cast<float*>(nullptr));
+    }
+    run(static_cast<bf16*>(nullptr));
   }
 }
 
@@ -177,11 +247,9 @@ void panel_rows(const LinearArgs& a, int64_t begin, int64_t end) {
     for (int64_t b = 0; b < row_blocks(a.rows, kMostPanelRows); ++b) {
       const auto [first, count] = row_block(a.rows, kMostPanelRows, b);
       with_rows<kMostPanelRows>(count, [&, first = first](auto rows) {
-        constexpr int R = decltype(rows)::value;
-        if constexpr (has_half_scales(C)) {
-          if (a.half_scales) return few_rows<T, C, R, f16>(a, panel, first);
-        }
-        few_rows<T, C, R, bf16>(a, panel, first);
+        with_scales<C>(a, [&](auto* scale) {
+          few_rows<T, C, decltype(rows)::value, std::remove_pointer_t<decltype(scale)>>(a, panel, first);
+        });
       });
     }
   }

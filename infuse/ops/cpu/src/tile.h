@@ -35,7 +35,7 @@ inline void store_words<bf16>(uint32_t* to, Vec even, Vec odd) {
 
 // Writes inputs [begin, end) of one panel to half 0 or 1 of a tile that starts at input `begin`, rounded to T as the
 // reference rounds. `begin` and `end` are at whole units.
-template <class T, Code C, bool zeros>
+template <class T, Code C, bool shifts>
 void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int64_t end, uint32_t* tile) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups, last = end / kUnit<C>;
   const bool there = panel * kPanelRows < a.outputs;
@@ -47,21 +47,22 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int6
     return;
   }
   const Scales scales(a);
-  const uint16_t* of_panel = a.scale + panel * a.groups * kPanelRows;
+  const Coding<C> coding(a);
   for (int64_t u = begin / kUnit<C>; u < last;) {
     const int64_t g = u / in_group, stop = (g + 1) * in_group < last ? (g + 1) * in_group : last;
     const uint8_t* p = static_cast<const uint8_t*>(a.weight) + (panel * units + u) * kUnitBytes<C>;
-    const Vec scale = scales.load(of_panel + g * kPanelRows);
-    const int8_t* of_group = a.zero + (panel * a.groups + g) * kPanelRows;
-    const Vec shift = zeros ? load_zeros(of_group) * Vec(Coding<C>::zero_unit) : Vec();
+    const OfGroup group = group_of(a, scales, panel, g, 0, Coding<C>::zero_unit);
     for (; u < stop; ++u, p += kUnitBytes<C>) {
       prefetch_unit<C>(p + kAhead);
       const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 4
       for (int j = 0; j < kUnit<C>; j += 2, to += 2 / kInWord<T> * kTileOutputs) {
-        Vec even = Coding<C>::values(d.words, j), odd = Coding<C>::values(d.words, j + 1);
-        if constexpr (zeros) even = even - shift, odd = odd - shift;
-        store_words<T>(to, even * scale, odd * scale);
+        const Vec even = coding.values(d.words, j), odd = coding.values(d.words, j + 1);
+        if constexpr (shifts) {
+          store_words<T>(to, group.value(even), group.value(odd));
+        } else {
+          store_words<T>(to, even * group.scale, odd * group.scale);
+        }
       }
     }
   }
@@ -69,8 +70,8 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int6
 
 template <class T, Code C>
 void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int64_t end, uint32_t* tile) {
-  a.zero ? fill_tile<T, C, true>(a, panel, half, begin, end, tile)
-         : fill_tile<T, C, false>(a, panel, half, begin, end, tile);
+  has_shifts(a) ? fill_tile<T, C, true>(a, panel, half, begin, end, tile)
+                : fill_tile<T, C, false>(a, panel, half, begin, end, tile);
 }
 
 // Writes inputs [begin, end) of rows [o, o + 16) of a plain weight, of `rows`, to one half.

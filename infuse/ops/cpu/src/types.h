@@ -7,14 +7,22 @@ namespace infuse {
 
 enum class Type { f32, bf16, f16 };
 
-// As infuse/quant defines them, in the order of CODES in infuse/native/__init__.py.
-enum class Code { int8, int4, fp8, fp6, mxfp4 };
+// How a code becomes a number. nibble and real4 have tables of 16 values: of numbers that bf16 holds exactly, and of any.
+// five and six are integers less an offset. formats.h says which formats of infuse/quant have them.
+enum class Code { int8, int4, fp8, fp6, nibble, real4, five, six };
 
-constexpr bool is_nibble(Code code) { return code == Code::int4 || code == Code::mxfp4; }
-constexpr int bits_of(Code code) { return is_nibble(code) ? 4 : code == Code::fp6 ? 6 : 8; }
+constexpr bool is_nibble(Code code) { return code == Code::int4 || code == Code::nibble || code == Code::real4; }
+constexpr int bits_of(Code code) {
+  return is_nibble(code) ? 4 : code == Code::five ? 5 : code == Code::fp6 || code == Code::six ? 6 : 8;
+}
 
-// Formats of these codes may have scales in f16.
+// Where the scales of groups are: numbers of these types, or in blocks (formats.h).
+enum class Scaling { bf16, f16, f32, blocks };
+
+// The formats of these codes may have scales in f16.
 constexpr bool has_half_scales(Code code) { return code == Code::int8 || code == Code::int4; }
+// And these in f32.
+constexpr bool has_wide_scales(Code code) { return has_half_scales(code) || code == Code::fp8 || code == Code::real4; }
 
 enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, tanh };
 

@@ -73,7 +73,7 @@ struct FloatSums {
 
 // Any type: codes and x as float, x as [inputs][R].
 template <class T, Code C>
-struct UnitDot {
+struct RealDot {
   using X = float;
   static int64_t words(const LinearArgs& a) { return a.inputs; }
   // Arranges groups [begin, end) of rows [row, row + R).
@@ -89,11 +89,11 @@ struct UnitDot {
     static constexpr int units = 1;  // best number of units to add at once
     explicit Sums(const X*&) {}
     template <int U>
-    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>& coding, const uint8_t* p, const X*& x) {
       const Unit<C> d = load_unit<C>(p);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
       for (int j = 0; j < kUnit<C>; ++j) {
-        const Vec w = Coding<C>::values(d.words, j);
+        const Vec w = coding.values(d.words, j);
         for (int r = 0; r < R; ++r) this->partial[j % this->chains][r] =
             fma(w, Vec(x[j * R + r]), this->partial[j % this->chains][r]);
       }
@@ -101,6 +101,9 @@ struct UnitDot {
     }
   };
 };
+
+template <class T, Code C>
+struct UnitDot : RealDot<T, C> {};
 
 #if defined(__AVX512BF16__)
 
@@ -128,11 +131,11 @@ struct UnitDot<bf16, C> {
     static constexpr int units = 1;
     explicit Sums(const X*&) {}
     template <int U>
-    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>& coding, const uint8_t* p, const X*& x) {
       const Unit<C> d = load_unit<C>(p);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int pair = 0; pair < kUnit<C> / 2; ++pair) {
-        const __m512bh w = reinterpret_cast<__m512bh>(Coding<C>::pair(d.words, pair));
+        const __m512bh w = reinterpret_cast<__m512bh>(coding.pair(d.words, pair));
         Vec(&sums)[R] = this->partial[pair % this->chains];
         for (int r = 0; r < R; ++r) sums[r] = _mm512_dpbf16_ps(sums[r].v, w, repeated(x[pair * R + r]));
       }
@@ -140,6 +143,9 @@ struct UnitDot<bf16, C> {
     }
   };
 };
+
+template <>
+struct UnitDot<bf16, Code::real4> : RealDot<bf16, Code::real4> {};
 
 #endif
 
@@ -235,7 +241,7 @@ struct IntegerDot {
       x += 2 * R;
     }
     template <int U>
-    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>&, const uint8_t* p, const X*& x) {
 #pragma GCC unroll 4
       for (int u = 0; u < U; ++u) {
         const __m512i d = load_words(p + u * kUnitBytes<C>);
@@ -338,7 +344,7 @@ struct PairDot {
       x += 2 * R;
     }
     template <int U>
-    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>&, const uint8_t* p, const X*& x) {
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) {
         const __m256i words = load_words(p + u * kUnitBytes<C>);
@@ -413,7 +419,7 @@ struct HalfDot {
     Vec first[chains][R], second[chains][R];  // of four rows each
     explicit Sums(const X*&) {}
     template <int U>
-    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>&, const uint8_t* p, const X*& x) {
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) {
         const Unit<C> d = load_unit<C>(p + u * kUnitBytes<C>);
