@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infuse.errors import CheckpointError
+from infuse.weights.coded import decoded
+from infuse.weights.gguf.file import GGUFFile
+from infuse.weights.gguf.names import named_tensors
+from infuse.weights.gguf.parts import SUFFIX, open_parts
 from infuse.weights.lazy import FileTensor, Joined, LazyTensor, Shape, Slices
 from infuse.weights.pieces import Packed, tiling
 from infuse.weights.safetensors_file import SafetensorsFile
@@ -30,6 +35,11 @@ class Pieces:
 
     name: str
     files: tuple[TensorFile, ...]
+
+    @property
+    def first(self) -> LazyTensor:
+        """The tensor as stored; the first rank's piece if ranks saved pieces."""
+        return FileTensor(self.files[0], self.name)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -64,44 +74,74 @@ class Pieces:
         return is_like and same_values(FileTensor(file, self.name), FileTensor(other, self.name))
 
 
+@dataclass(frozen=True)
+class Whole:
+    """One tensor that a coded form makes of others, whole and in one place: what `Pieces` is to a tensor of files."""
+
+    first: LazyTensor
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return (self.first.shape,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
+
+    def are_copies(self, whole: Shape) -> bool:
+        return True
+
+    def joined(self, wanted: Shape, packed: Packed | None) -> LazyTensor | None:
+        """The tensor if it has the shape `wanted`; else None."""
+        return self.first if self.first.shape == wanted else None
+
+
 class Checkpoint:
     """All files of a checkpoint, opened with their headers read and checked. Values are read on demand.
 
     `told`: the source states that ranks saved pieces; otherwise this is inferred from the names. `in_pieces`: some
     tensor spans several files, so its layout is inferred from the shapes. `holds_replaced`: the tensors belong to
-    replaced layers.
+    replaced layers. `titles`: tensor → the quantized form that it is stored in. `notes`: what of it is not kept.
+    `hint`: why other tensors look quantized but are not read.
     """
 
     holds_replaced = False
 
-    def __init__(self, files: Files):
+    def __init__(self, files: Files, of_model: Any = None):
+        """Open `files`. `of_model`: the model's quantization_config, for files that have none beside them."""
         self.form, self._version = files.form, files.version
+        self.files: tuple[TensorFile | GGUFFile, ...]
+        if any(path.suffix == SUFFIX for path in files):
+            self._take_gguf(files)
+            return
         opened = {path: open_file(path) for path in dict.fromkeys(files)}
         groups = [tuple(opened[path] for path in group) for group in files.groups]
         self.told = any(len(group) > 1 for group in groups)
         if not self.told and not files.where and len({frozenset(file.stored) for (file,) in groups}) == 1:
             groups = [tuple(file for (file,) in groups)]  # same names in every file: ranks' pieces
-        self.files: tuple[TensorFile, ...] = tuple(opened.values())
-        self.pieces = {name: Pieces(name, (opened[path],)) for name, path in files.where.items()}
+        self.files = tuple(opened.values())
+        pieces = {name: Pieces(name, (opened[path],)) for name, path in files.where.items()}
         if absent := [f"{name} in {path}" for name, path in files.where.items() if name not in opened[path].stored]:
             raise CheckpointError(
                 f"{files.form}: {len(absent)} tensors are not in the files that the index names: {', '.join(absent)}"
             )
-        differing = []
-        for group in groups:
-            for name in dict.fromkeys(name for file in group for name in file.stored):
-                pieces = Pieces(name, tuple(file for file in group if name in file.stored))
-                first = self.pieces.setdefault(name, pieces)
-                if name not in files.where and not first.equals(pieces):
-                    differing.append(f"{name} in {first.files[0].path} and {pieces.files[0].path}")
-        if differing:
-            raise CheckpointError(
-                f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
-                "give the files of one checkpoint"
-            )
-        if not self.pieces:
+        _add_groups(pieces, groups, files)
+        if not pieces:
             raise CheckpointError(f"{files.form}: holds no tensors: {', '.join(str(path) for path in opened)}")
-        self.in_pieces = any(len(pieces.files) > 1 for pieces in self.pieces.values())
+        self.in_pieces = any(len(one.files) > 1 for one in pieces.values())
+        whole = {name: FileTensor(one.files[0], name) for name, one in pieces.items() if len(one.files) == 1}
+        coded = decoded(files.form, whole, of_model)
+        self.titles, self.notes, self.hint = coded.titles, coded.notes, coded.hint
+        self.pieces: dict[str, Pieces | Whole] = {name: one for name, one in pieces.items() if name not in coded.used}
+        self.pieces |= {name: Whole(tensor) for name, tensor in coded.tensors.items()}
+
+    def _take_gguf(self, files: Files) -> None:
+        """Open the GGUF files of one model: all tensors are made of theirs, under transformers' names."""
+        parts = open_parts(list(files))
+        self.files, self.told, self.in_pieces, self.notes, self.hint = parts, False, False, (), None
+        tensors = named_tensors(parts)
+        self.titles = {name: "GGUF" for name, tensor in tensors.items() if tensor.coded is not None}
+        self.pieces = {name: Whole(tensor) for name, tensor in tensors.items()}
 
     @property
     def bytes_read(self) -> int:
@@ -112,6 +152,22 @@ class Checkpoint:
         if self._version is not None and packed is None and ".query_key_value." in name and self._version < 1:
             packed = Packed((max(wanted, default=0) // 3,) * 3)  # Megatron < 1.0: [q | k | v]; later, per head
         return self.pieces[name].joined(wanted, packed)
+
+
+def _add_groups(pieces: dict[str, Pieces], groups: Sequence[tuple[TensorFile, ...]], files: Files) -> None:
+    """Add the tensors of all files to `pieces`; CheckpointError if one has other values in another file."""
+    differing = []
+    for group in groups:
+        for name in dict.fromkeys(name for file in group for name in file.stored):
+            found = Pieces(name, tuple(file for file in group if name in file.stored))
+            first = pieces.setdefault(name, found)
+            if name not in files.where and not first.equals(found):
+                differing.append(f"{name} in {first.files[0].path} and {found.files[0].path}")
+    if differing:
+        raise CheckpointError(
+            f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
+            "give the files of one checkpoint"
+        )
 
 
 def open_file(path: Path) -> TensorFile:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.plain import linear_shape
 from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint, in_words, same_values
 from infuse.weights.foreign import Recognised, Unread, recognised
-from infuse.weights.lazy import LazyTensor
+from infuse.weights.lazy import LazyTensor, Transposed
 from infuse.weights.names import Naming, held
 from infuse.weights.pieces import Packed
 from infuse.weights.saved_shards import SavedShards
@@ -40,7 +41,7 @@ class _Faults:
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
 
-    def raise_any(self, form: str) -> None:
+    def raise_any(self, form: str, hint: str | None = None) -> None:
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "misshaped": self.misshaped}
         lines = [f"  {kind}  {line}" for kind, faults in kinds.items() for line in faults]
         if lines:
@@ -48,6 +49,8 @@ class _Faults:
             if any(name.endswith((".attn_qkvw", ".inter_w")) for name in self.unexpected):
                 what = "these are layers as DeepSpeed replaces them"
                 lines.append(f"{what}; give the checkpoint that they were made from")
+            if hint is not None:
+                lines.append(hint)
             raise CheckpointError(f"the checkpoint ({form}) is not this model's: {counts}\n" + "\n".join(lines))
 
 
@@ -77,6 +80,7 @@ def model_tensors(
         dict(foreign.tensors),
         packings() if checkpoint.in_pieces else {},
         faults,
+        _inputs_first(model) if isinstance(checkpoint, Checkpoint) and checkpoint.titles else frozenset(),
     )
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in expected.items():
@@ -85,11 +89,12 @@ def model_tensors(
     optional = _patterns(model, "_keys_to_ignore_on_load_missing")
     for tied in by_tensor.values():
         matching.match(tied, may_be_missing=not isinstance(expected[tied[0]], nn.Parameter) and optional(tied[0]))
-    faults.unexpected, harmless = _judged(model, naming, [name for name in names if name not in foreign.used])
+    left = [name for name in names if name not in foreign.used and not _is_empty_bias(checkpoint, name)]
+    faults.unexpected, harmless = _judged(model, naming, left)
     if not checkpoint.told:
         faults.misshaped += [f"{name}: several files have it, with other values" for name in matching.drifted]
-    faults.raise_any(checkpoint.form)
-    notes = []
+    faults.raise_any(checkpoint.form, checkpoint.hint if isinstance(checkpoint, Checkpoint) else None)
+    notes = list(checkpoint.notes) if isinstance(checkpoint, Checkpoint) else []
     if harmless:
         what = f"the checkpoint has {len(harmless)} tensors that the model has no place for"
         notes.append(f"{what}: {', '.join(harmless)}")
@@ -103,7 +108,8 @@ def model_tensors(
 class _Matching:
     """Adds the matching tensors of a model to `tensors`, and mismatches to `faults`.
 
-    `drifted`: checkpoint names of tensors whose values differ between files.
+    `inputs_first`: weights [in, out], which quantized forms store as [out, in]. `drifted`: checkpoint names of tensors
+    whose values differ between files.
     """
 
     checkpoint: Checkpoint | SavedShards
@@ -112,6 +118,7 @@ class _Matching:
     tensors: dict[str, LazyTensor]
     packed: Mapping[str, Packed]
     faults: _Faults
+    inputs_first: Set[str] = frozenset()
     drifted: list[str] = field(default_factory=list)
 
     def match(self, tied: list[str], *, may_be_missing: bool) -> None:
@@ -136,7 +143,11 @@ class _Matching:
         """Take the checkpoint tensor that matches `name`, if its shape and dtype fit."""
         stored, needed = self.by_name[name], self.expected[name]
         wanted, pieces = tuple(needed.shape), self.checkpoint.pieces[stored]
-        joined = self.checkpoint.joined(stored, wanted, self.packed.get(name))
+        if name in self.inputs_first and isinstance(self.checkpoint, Checkpoint) and stored in self.checkpoint.titles:
+            joined = self.checkpoint.joined(stored, wanted[::-1])
+            joined = None if joined is None else Transposed(joined)
+        else:
+            joined = self.checkpoint.joined(stored, wanted, self.packed.get(name))
         if joined is None:
             self.faults.misshaped.append(f"{name}: {in_words(pieces.shapes)}, the model has {wanted}")
             return
@@ -169,6 +180,20 @@ def _by_name(naming: Naming, stored: list[str], expected: Mapping[str, Tensor]) 
 def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
     patterns = [re.compile(text) for text in getattr(model, attribute, None) or ()]
     return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def _inputs_first(model: nn.Module) -> frozenset[str]:
+    """Weights of linears that are [in, out]: those of transformers' Conv1D."""
+    shapes = ((path, linear_shape(module)) for path, module in model.named_modules())
+    return frozenset(f"{path}.weight" for path, shape in shapes if shape is not None and shape.transposed)
+
+
+def _is_empty_bias(checkpoint: Checkpoint | SavedShards, name: str) -> bool:
+    """True for a bias of zeros beside codes: older files of GPTQ have one for each matrix."""
+    path, _, leaf = name.rpartition(".")
+    if leaf != "bias" or not isinstance(checkpoint, Checkpoint) or f"{path}.weight" not in checkpoint.titles:
+        return False
+    return not bool(checkpoint.pieces[name].first.read().any())
 
 
 def _judged(model: nn.Module, naming: Naming, left: list[str]) -> tuple[list[str], list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from infuse.weights.checkpoint import Checkpoint
-from infuse.weights.lazy import FileTensor, LazyTensor, Shape
+from infuse.weights.lazy import LazyTensor, Shape
 from infuse.weights.names import Naming
 
 
@@ -34,7 +34,7 @@ class Unread:
 
     def whole(self, name: str) -> LazyTensor:
         """Return a checkpoint tensor as stored; the first rank's piece if ranks saved pieces."""
-        return FileTensor(self.checkpoint.pieces[name].files[0], name)
+        return self.checkpoint.pieces[name].first
 
     def stored(self, name: str) -> str:
         """Format the dtype and shape of a checkpoint tensor for an error message."""

@@ -1,0 +1,118 @@
+"""Quantized forms of checkpoints: turn their raw tensors into matrices that keep their codes.
+
+This comes right after the files are opened. A matrix `X.weight` then takes the place of `X.qweight`, `X.scales` and so
+on, and everything that follows (names, foreign layouts, merging) sees one lazy tensor with `coded` set.
+
+A form is one file and one entry in FORMS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infuse.errors import CheckpointError
+from infuse.weights.coded.awq import awq
+from infuse.weights.coded.bitsandbytes import bitsandbytes
+from infuse.weights.coded.compressed import compressed
+from infuse.weights.coded.form import Form, Found, Raw
+from infuse.weights.coded.fp8 import fp8
+from infuse.weights.coded.gptq import gptq
+from infuse.weights.coded.modelopt import modelopt
+from infuse.weights.coded.settings import find_settings
+from infuse.weights.coded.torchao import torchao
+from infuse.weights.lazy import FileTensor, LazyTensor
+
+FORMS: tuple[Form, ...] = (gptq, awq, compressed, fp8, modelopt, bitsandbytes, torchao)
+
+_METHODS = (
+    "gptq",
+    "awq",
+    "auto-round",
+    "compressed-tensors",
+    "fp8",
+    "fbgemm-fp8",
+    "modelopt",
+    "bitsandbytes",
+    "torchao",
+)
+_FOREIGN = ("mxfp4",)  # a foreign layout, and no form of ours
+# Names that only quantized forms have, of integers: without a config they cannot be read.
+_TELLTALE = ("qweight", "weight_packed", "qzeros")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = (torch.int8, torch.uint8, torch.int32, *_FP8)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The matrices that coded forms make: `tensors` by checkpoint name, `titles` of their forms, and the names `used`.
+
+    `notes` say what is not kept as it is in the file. `hint`: why other tensors look quantized but are not read.
+    """
+
+    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
+    titles: Mapping[str, str] = field(default_factory=dict)
+    used: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    hint: str | None = None
+
+
+def decoded(what: str, tensors: Mapping[str, FileTensor], of_model: Any = None) -> Decoded:
+    """Run all forms over the tensors of files. `what`: the checkpoint, for errors; `of_model`: its own config, if any.
+
+    CheckpointError lists all that is missing, of another shape or dtype, or against the config, and what is refused.
+    """
+    paths = [tensor.file.path for tensor in tensors.values()]
+    settings = find_settings(paths, of_model)
+    raw, results = Raw(tensors, settings), list[Found]()
+    for form in FORMS:
+        result = form(raw)
+        results.append(result)
+        raw = Raw({name: one for name, one in raw.tensors.items() if name not in result.used}, settings)
+    faults = [f"{result.title}: {fault}" for result in results for fault in result.faults]
+    made = {name: result.title for result in results for name in result.tensors}
+    faults = faults or _without_scale(raw)
+    if twice := sorted(raw.tensors.keys() & made.keys()):
+        faults.append(f"stored plain besides in codes: {', '.join(twice)}")
+    if faults:
+        lines = dict.fromkeys(faults)
+        count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
+        raise CheckpointError(f"{what}: cannot be read ({count}):\n  " + "\n  ".join(lines))
+    notes = [
+        f"{result.title}: {len(names)} {'tensor' if len(names) == 1 else 'tensors'}, e.g. {names[0]}: {note}"
+        for result in results
+        for note, names in result.notes.items()
+    ]
+    if settings is not None and settings.method in _METHODS and not made:
+        notes.append(f"{settings.origin} names {settings.method}, but no tensor is stored in it")
+    every = {name: tensor for result in results for name, tensor in result.tensors.items()}
+    used = frozenset().union(*(result.used for result in results))
+    return Decoded(every, made, used, tuple(notes), _hint(raw))
+
+
+def _without_scale(raw: Raw) -> list[str]:
+    """Faults of fp8 weights that no form has taken: their values would be off by their scales."""
+    if raw.settings is None:
+        return []
+    return [
+        f"{tensor.file.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, and its scale is missing"
+        for name, tensor in raw.tensors.items()
+        if tensor.dtype in _FP8 and name.endswith(".weight")
+    ]
+
+
+def _hint(raw: Raw) -> str | None:
+    """Why tensors that no form has taken look quantized: a method that is not read, or no config."""
+    settings = raw.settings
+    codes = (name for name, tensor in raw.tensors.items() if tensor.dtype in _CODES)
+    if settings is not None and settings.method not in (*_METHODS, *_FOREIGN) and (code := next(codes, None)):
+        possible = ", ".join((*_METHODS, *_FOREIGN))
+        return f"{settings.origin}: the method {settings.method!r} of {code} is not read; possible: {possible}"
+    told = next((name for name in codes if name.rpartition(".")[2] in _TELLTALE), None)
+    if settings is not None or told is None:
+        return None
+    what = f"{raw.tensors[told].file.path}: {told} is of a quantized form, and no config says which"
+    return f'{what}; put the config.json with "quantization_config" beside the files'

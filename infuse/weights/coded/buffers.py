@@ -1,0 +1,194 @@
+"""Lazy buffers of number formats, made from the tensors of files: parts are read and rearranged as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from infuse.errors import CheckpointError
+from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_axes
+
+WINDOW = 4096  # columns of a file that are read at once to make rows: runs of 16 KiB, for words
+_UNPACKED = 1 << 20  # codes of odd widths that are unpacked at once, by way of 4 or 8 bytes each
+_BITS = torch.int32  # float32 scales are kept as their bits
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix whose rows `decode` makes of the rows of `source`.
+
+    `each`: columns made of one source column, if columns can be made apart; 0 reads whole rows.
+    """
+
+    source: LazyTensor
+    width: int
+    dtype: torch.dtype
+    decode: Callable[[Tensor], Tensor]
+    each: int = 0
+
+    coded = None
+
+    @property
+    def shape(self) -> Shape:
+        return (self.source.shape[0], self.width)
+
+    def read(self, part: Slices = ()) -> Tensor:
+        rows, columns = of_all_axes(part, 2)
+        if not self.each or columns == slice(None):
+            return self.decode(self.source.read((rows,)))[:, : self.width][:, columns]
+        start, stop, _ = columns.indices(self.width)
+        first = start // self.each
+        read = self.decode(self.source.read((rows, slice(first, -(-stop // self.each)))))
+        return read[:, start - first * self.each : stop - first * self.each]
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A matrix [rows, columns] that repeats each row of `source` `tall` times. A vector is a column."""
+
+    source: LazyTensor
+    tall: int
+    rows: int
+
+    coded = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return (self.rows, self.source.shape[1] if len(self.source.shape) > 1 else 1)
+
+    def read(self, part: Slices = ()) -> Tensor:
+        rows, columns = of_all_axes(part, 2)
+        start, stop, _ = rows.indices(self.rows)
+        first, last = start // self.tall, -(-stop // self.tall)
+        read = self.source.read((slice(first, last),) if self.source.shape else ())
+        tiles = read.reshape(read.numel() // self.shape[1], self.shape[1])[:, columns]
+        at = start - first * self.tall
+        return tiles.repeat_interleave(self.tall, dim=0)[at : at + stop - start]
+
+
+@dataclass
+class Window:
+    """The rows that were made last of one kind of tensor, which are read in many parts."""
+
+    of: Turned | Kept | None = None
+    start: int = 0
+    rows: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(frozen=True, eq=False)
+class Turned:
+    """A matrix that lies in the file by columns: `decode` makes `high` rows of each column of `source`.
+
+    Columns are read a window at a time, since single ones would be read value by value.
+    """
+
+    source: LazyTensor
+    shape: Shape
+    dtype: torch.dtype
+    decode: Callable[[Tensor], Tensor]
+    window: Window
+    high: int = 1
+
+    coded = None
+
+    def read(self, part: Slices = ()) -> Tensor:
+        rows, columns = of_all_axes(part, 2)
+        start, stop, _ = rows.indices(self.shape[0])
+        each, pieces = WINDOW * self.high, []
+        for first in range(start // each * each, max(stop, start + 1), each):
+            made = self._made(first, min(first + each, self.shape[0]))
+            pieces.append(made[max(start - first, 0) : stop - first, columns])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _made(self, start: int, stop: int) -> Tensor:
+        window = self.window
+        if window.of is not self or window.start != start:
+            window.of, window.rows = None, torch.empty(0)  # free the memory before it is needed
+            columns = slice(start // self.high, -(-stop // self.high))
+            window.rows = self.decode(self.source.read((slice(None), columns)))
+            window.of, window.start = self, start
+        return window.rows
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A small matrix that `decode` makes of the whole of `source`."""
+
+    source: LazyTensor
+    shape: Shape
+    dtype: torch.dtype
+    decode: Callable[[Tensor], Tensor]
+    window: Window
+
+    coded = None
+
+    def read(self, part: Slices = ()) -> Tensor:
+        if self.window.of is not self:
+            self.window.rows = self.decode(self.source.read())
+            self.window.of = self
+        return self.window.rows[part] if part else self.window.rows
+
+
+def viewed(source: LazyTensor, dtype: torch.dtype) -> Rows:
+    """The same bytes of a matrix in another dtype of the same width."""
+    return Rows(source, source.shape[1], dtype, lambda read: read.view(dtype), 1)
+
+
+def mapped(source: LazyTensor, dtype: torch.dtype, of: Callable[[Tensor], Tensor]) -> Rows:
+    """A matrix with `of` applied to each value."""
+    return Rows(source, source.shape[1], dtype, of, 1)
+
+
+def scale_buffer(scale: LazyTensor, *, has_float16: bool) -> tuple[str, LazyTensor]:
+    """The option of a format, "", ":f16" or ":f32", that keeps these scales [out, groups], and its buffer."""
+    if scale.dtype is torch.bfloat16:
+        return "", scale
+    if scale.dtype is torch.float16 and has_float16:
+        return ":f16", scale
+    return ":f32", mapped(scale, _BITS, lambda read: read.float().view(_BITS))
+
+
+def powers_of_two(exponents: LazyTensor, of: FileTensor) -> Rows:
+    """bfloat16 scales 2**(byte - 127), bytes as uint8 or float8_e8m0fnu, of the tensor `of`."""
+
+    def decode(read: Tensor) -> Tensor:
+        codes = read.view(torch.uint8)
+        if bool((codes == 255).any()):
+            at = f"{of.file.path}: {of.name}"
+            raise CheckpointError(f"{at}: an exponent is 255 (NaN); possible: 0 to 254")
+        return torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.int() - 127).to(torch.bfloat16)
+
+    return Rows(exponents, exponents.shape[1], torch.bfloat16, decode, 1)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Unsigned codes, uint8 [R, n * 32 / bits], that lie densely in int32 words [R, n], lowest bits first."""
+    each = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return each
+    if 8 % bits == 0:
+        mask = (1 << bits) - 1
+        return torch.stack([each >> shift & mask for shift in range(0, 8, bits)], dim=-1).flatten(1)
+    units = -(-each.shape[1] // bits)  # of `bits` bytes, which hold 8 codes
+    each = torch.nn.functional.pad(each, (0, units * bits - each.shape[1])).reshape(len(each), units, bits)
+    codes = torch.empty(len(each), units, 8, dtype=torch.uint8)
+    step = max(_UNPACKED // max(units * 8, 1), 1)
+    for first in range(0, len(each), step):
+        codes[first : first + step] = _of_units(each[first : first + step], bits)
+    return codes.flatten(1)
+
+
+def _of_units(each: Tensor, bits: int) -> Tensor:
+    """8 codes of each unit of `bits` bytes [R, units, bits]."""
+    wide = torch.int32 if bits <= 3 else torch.int64
+    unit = each[..., 0].to(wide)
+    for place in range(1, bits):
+        unit |= each[..., place].to(wide) << 8 * place
+    return (unit.unsqueeze(-1) >> torch.arange(0, 8 * bits, bits, dtype=wide) & (1 << bits) - 1).to(torch.uint8)

@@ -1,0 +1,169 @@
+"""Input and output of the coded forms: raw tensors of files, and the matrices that they store.
+
+A form takes the tensors of one way of quantizing (`X.qweight`, `X.scales`, …) and gives lazy matrices `X.weight` whose
+codes are kept. It checks names, shapes, dtypes and the config, and collects all faults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from infuse.errors import ConfigError
+from infuse.quant.parse import quant_format
+from infuse.weights.coded.settings import Settings
+from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # possible dtypes of scales
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Tensors of files that no earlier form has used. `settings`: what the config says, if anything."""
+
+    tensors: Mapping[str, FileTensor]
+    settings: Settings | None = None
+
+    @cached_property
+    def by_path(self) -> Mapping[str, Sequence[str]]:
+        """The last parts of the names of each module's tensors."""
+        found: dict[str, list[str]] = {}
+        for name in self.tensors:
+            path, _, leaf = name.rpartition(".")
+            found.setdefault(path, []).append(leaf)
+        return found
+
+    @property
+    def method(self) -> str | None:
+        """The config's quant_method."""
+        return None if self.settings is None else self.settings.method
+
+    def paths(self, sure: Collection[str], others: Collection[str] = ()) -> list[str]:
+        """List, in order, the modules that have a tensor called one of `sure`, or two of all these names."""
+        paths = []
+        for path, leaves in self.by_path.items():
+            found = [leaf for leaf in leaves if leaf in sure or leaf in others]
+            if len(found) > 1 or any(leaf in sure for leaf in found):
+                paths.append(path)
+        return paths
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+
+@dataclass
+class Found:
+    """What a form called `title` makes: `tensors` by checkpoint name, from the raw tensors `used`.
+
+    `faults` say why tensors cannot be read; `notes` say what is not as in the file, each with the names concerned.
+    """
+
+    title: str
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    faults: list[str] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, what: str, name: str) -> None:
+        self.notes.setdefault(what, []).append(name)
+
+    def leave(self, raw: Raw, names: Iterable[str], what: str) -> None:
+        """Use those of `names` that are there for nothing, and note `what` they are."""
+        for name in names:
+            if name in raw and name not in self.used:
+                self.used.add(name)
+                self.note(f"{what} are not used", name)
+
+    def add(
+        self, name: str, shape: Shape, format: str, buffers: Mapping[str, LazyTensor], values: Callable[[], LazyTensor]
+    ) -> None:
+        """Add the matrix `name`, in its codes; or, where the format cannot have this width, by its `values`."""
+        try:
+            coder = quant_format(format)
+            reason = coder.fits(shape[-1])
+        except ConfigError as error:
+            reason = str(error)
+        if reason is None:
+            self.tensors[name] = CodedTensor(shape, torch.float32, Coded(str(coder), buffers))
+            return
+        self.note(f"codes become plain values ({reason})", name)
+        self.tensors[name] = values()
+
+
+class Members:
+    """The tensors PATH.leaf of one coded matrix. `take` checks each; what is wrong becomes a fault of `found`."""
+
+    def __init__(self, raw: Raw, path: str, found: Found):
+        self._raw, self.path, self._found = raw, path, found
+        self._before = len(found.faults)
+
+    @property
+    def are_sound(self) -> bool:
+        """True if no fault was found."""
+        return len(self._found.faults) == self._before
+
+    def has(self, leaf: str) -> bool:
+        return f"{self.path}.{leaf}" in self._raw
+
+    def dtype(self, leaf: str) -> torch.dtype | None:
+        """The dtype of a tensor; None if it is absent."""
+        tensor = self._raw.tensors.get(f"{self.path}.{leaf}")
+        return None if tensor is None else tensor.dtype
+
+    def shape(self, leaf: str) -> Shape | None:
+        """The shape of a tensor; None if it is absent."""
+        tensor = self._raw.tensors.get(f"{self.path}.{leaf}")
+        return None if tensor is None else tensor.shape
+
+    def take(self, leaf: str, dtypes: Collection[torch.dtype], *shapes: Shape) -> FileTensor | None:
+        """Use a tensor of one of `dtypes` and one of `shapes` (-1: any but 0; none: not empty); None after a fault."""
+        name = f"{self.path}.{leaf}"
+        tensor = self._raw.tensors.get(name)
+        if tensor is None:
+            self.fault(leaf, "is missing", like=self._any())
+            return None
+        self._found.used.add(name)
+        fits = any(_fits(tensor.shape, shape) for shape in shapes) if shapes else math.prod(tensor.shape) > 0
+        if tensor.dtype in dtypes and fits:
+            return tensor
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        sizes = " or ".join(_in_words(shape) for shape in shapes) or "with values"
+        self.fault(leaf, f"is {str(tensor.dtype).removeprefix('torch.')} {tensor.shape}, not {kinds} {sizes}".rstrip())
+        return None
+
+    def fault(self, leaf: str, what: str, like: FileTensor | None = None) -> None:
+        """Report what is wrong with PATH.leaf, in its file or in that of the tensor `like`."""
+        tensor = self._raw.tensors.get(f"{self.path}.{leaf}") or like
+        at = f"{tensor.file.path}: " if tensor is not None else ""
+        self._found.faults.append(f"{at}{self.path}.{leaf} {what}")
+        self._found.used |= {f"{self.path}.{one}" for one in self._raw.by_path.get(self.path, ())}
+
+    def _any(self) -> FileTensor | None:
+        leaves = self._raw.by_path.get(self.path)
+        return None if leaves is None else self._raw.tensors[f"{self.path}.{leaves[0]}"]
+
+
+def _fits(shape: Shape, wanted: Shape) -> bool:
+    return len(shape) == len(wanted) and all(a == b or (b == -1 and a) for a, b in zip(shape, wanted, strict=True))
+
+
+def _in_words(shape: Shape) -> str:
+    sizes = ", ".join("any" if size == -1 else str(size) for size in shape)
+    return f"({sizes},)" if len(shape) == 1 else f"({sizes})"
+
+
+def ceil_div(number: int, unit: int) -> int:
+    """Divide, rounding up."""
+    return -(-number // unit)
+
+
+def is_single(shape: Shape | None) -> bool:
+    """True for the shape of one number."""
+    return shape is not None and math.prod(shape) == 1
+
+
+Form = Callable[[Raw], Found]

@@ -1,0 +1,254 @@
+"""GPTQ, and AutoRound's files in its packing: codes of 2, 3, 4 and 8 bits in words along inputs.
+
+    qweight  int32 [in * bits / 32, out], a word holds neighbouring inputs
+    qzeros   int32 [groups, out * bits / 32], a word holds neighbouring outputs; version 1 stores zero - 1
+    scales   [groups, out]
+    g_idx    int32 [in], the group of each input; AutoRound has none
+
+    weight = scale * (code - zero), codes and zeros unsigned
+
+Codes of 2 and 3 bits become the same codes of int4. Act-order (groups of inputs that are not neighbours) gives values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from infuse.quant.integer import pack_nibbles
+from infuse.weights.coded.buffers import Kept, Turned, Window, mapped, scale_buffer, unpacked
+from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
+from infuse.weights.coded.values import Values, of_int4, of_int8, regular_groups
+from infuse.weights.lazy import FileTensor, LazyTensor, Shape
+
+LEAVES = ("qweight", "qzeros", "scales", "g_idx")
+BITS = (2, 3, 4, 8)
+_LESS_ONE = ("gptq", "auto_gptq")  # layouts that store zeros less one
+_LAYOUTS = (*_LESS_ONE, "gptq_v2", "gptqmodel", "auto_round")
+_OTHERS = ("auto_awq", "awq", "llm_compressor")  # packings of AutoRound that other forms take
+# What version 1 subtracted from whole words: one from each code. Three words hold 32 codes of 3 bits.
+_ONES = {2: (0x55555555,), 3: (0x49249249, 0x92492492, 0x24924924), 4: (0x11111111,), 8: (0x01010101,)}
+_GPTQMODEL = (0x24924924, 0x92492492, 0x49249249)  # for 3 bits gptqmodel subtracts, and adds, these: in reverse order
+
+
+class _Config(BaseModel):
+    """The keys that we read. `dynamic` and `extra_config` give some modules other bits and groups."""
+
+    bits: int
+    group_size: int = -1
+    sym: bool = True
+    desc_act: bool = False
+    format: str | None = None
+    checkpoint_format: str | None = None
+    packing_format: str | None = None
+    is_marlin_format: bool = False
+    dynamic: dict | None = None
+    extra_config: dict | None = None
+    meta: dict | None = None
+
+    @property
+    def layout(self) -> str:
+        """One of _LAYOUTS, or another that is not read: `auto_round:gptqmodel` → `gptqmodel`."""
+        named = self.checkpoint_format or self.packing_format or self.format or "gptq"
+        return "marlin" if self.is_marlin_format else named.rpartition(":")[2].lower()
+
+    def subtracted(self, bits: int) -> tuple[int, ...]:
+        """What was subtracted from words of zeros; nothing in version 2."""
+        if self.layout not in _LESS_ONE:
+            return ()
+        by_gptqmodel = bits == 3 and "gptqmodel" in str((self.meta or {}).get("quantizer")).lower()
+        return _GPTQMODEL if by_gptqmodel else _ONES[bits]
+
+    @property
+    def varies(self) -> bool:
+        return bool(self.dynamic or self.extra_config)
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """What was read last of each kind of tensor."""
+
+    codes: Window = field(default_factory=Window)
+    scales: Window = field(default_factory=Window)
+    zeros: Window = field(default_factory=Window)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix: its tensors, its sizes, and what was subtracted from its words of zeros."""
+
+    qweight: FileTensor
+    qzeros: FileTensor
+    scales: FileTensor
+    shape: Shape
+    bits: int
+    groups: Tensor  # of each input
+    size: int | None  # of regular groups; None for act-order
+    subtracted: tuple[int, ...] = ()
+    symmetric: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.qweight.name.removesuffix("qweight") + "weight"
+
+    @property
+    def middle(self) -> int:
+        return 1 << self.bits - 1
+
+
+def gptq(raw: Raw) -> Found:
+    """Take the matrices of GPTQ's packing, if the config names this or AutoRound's method."""
+    found = Found("AutoRound" if raw.method == "auto-round" else "GPTQ")
+    if raw.settings is None or raw.method not in ("gptq", "auto-round"):
+        return found
+    config = raw.settings.read(_Config)
+    if raw.method == "auto-round" and config.layout in _OTHERS:
+        return found
+    paths = raw.paths(("qweight",), LEAVES)
+    if paths and raw.method == "auto-round" and not (config.sym or config.packing_format):
+        found.faults.append(f"{raw.settings.origin}: packing_format is missing, which tells how zeros are stored")
+        return found
+    if paths and config.layout not in _LAYOUTS:
+        found.faults.append(
+            f"{raw.settings.origin}: the layout {config.layout!r} is not read; possible: {', '.join(_LAYOUTS)}; "
+            "convert the files with their library"
+        )
+        return found
+    windows = _Windows()
+    for path in paths:
+        if (matrix := _checked(Members(raw, path, found), config, found)) is not None:
+            _add(found, matrix, windows)
+    return found
+
+
+def _checked(members: Members, config: _Config, found: Found) -> _Matrix | None:
+    """Check the tensors of one matrix against each other and the config."""
+    qweight = members.take("qweight", (torch.int32,), (-1, -1))
+    scales = members.take("scales", FLOATS, (-1, -1))
+    qzeros = members.take("qzeros", (torch.int32,), (-1, -1))
+    if qweight is None or scales is None or qzeros is None:
+        return None
+    (words, rows), (groups, out) = qweight.shape, scales.shape
+    bits, left = divmod(qzeros.shape[1] * 32, out)
+    if rows != out or qzeros.shape[0] != groups or left or bits not in BITS or words * 32 % bits:
+        what = (
+            f"is {qweight.shape}, scales {scales.shape} and qzeros {qzeros.shape} do not fit: possible: [in * bits / 32"
+        )
+        members.fault("qweight", f"{what}, out], [groups, out] and [groups, out * bits / 32] of {BITS} bits")
+        return None
+    if bits != config.bits and not config.varies:
+        members.fault("qweight", f"has {bits} bits, the config says {config.bits}")
+        return None
+    inputs = words * 32 // bits
+    ordered = _groups(members, config, inputs, groups)
+    if ordered is None:
+        return None
+    matrix = _Matrix(qweight, qzeros, scales, (out, inputs), bits, *ordered, config.subtracted(bits))
+    return _symmetric(members, config, matrix, found) if config.sym else matrix
+
+
+def _symmetric(members: Members, config: _Config, matrix: _Matrix, found: Found) -> _Matrix | None:
+    """Check that all zeros are in the middle of the codes, in the version that the config names or in another."""
+    words = matrix.qzeros.read()
+    for subtracted in dict.fromkeys((matrix.subtracted, (), _ONES[matrix.bits], _GPTQMODEL)):
+        if subtracted is _GPTQMODEL and matrix.bits != 3:
+            continue
+        one = replace(matrix, subtracted=subtracted, symmetric=True)
+        if bool((_unsigned_zeros(one, words) == matrix.middle).all()):
+            if subtracted != matrix.subtracted:
+                version = "stored less one" if subtracted else "stored as they are"
+                found.note(f"zeros are {version}, against the config's {config.layout}", matrix.name)
+            return one
+        if config.varies:  # this module may be asymmetric
+            return matrix
+    middle = matrix.middle
+    members.fault("qzeros", f"holds other zeros than {middle - 1} or {middle}, the config says sym")
+    return None
+
+
+def _groups(members: Members, config: _Config, inputs: int, groups: int) -> tuple[Tensor, int | None] | None:
+    """The group of each input, and the size of regular groups; None after a fault."""
+    size = config.group_size if config.group_size > 0 else inputs
+    if ceil_div(inputs, size) != groups:
+        if not config.varies or inputs % groups:
+            members.fault("scales", f"has {groups} groups for {inputs} inputs, the config says groups of {size}")
+            return None
+        size = inputs // groups
+    regular = regular_groups(inputs, size)
+    if not members.has("g_idx"):
+        if config.desc_act:
+            members.fault("g_idx", "is missing, the config says desc_act")
+            return None
+        return regular, size
+    g_idx = members.take("g_idx", (torch.int32, torch.int64), (inputs,))
+    if g_idx is None:
+        return None
+    indices = g_idx.read().long()
+    if torch.equal(indices, regular):
+        return regular, size
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= groups:
+        members.fault("g_idx", f"names the groups {low} to {high} of {groups}")
+        return None
+    return indices, None
+
+
+def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
+    """Add the matrix in int4 or int8; by its values if groups are not neighbours."""
+    out, inputs = matrix.shape
+    groups, bits = matrix.scales.shape[0], matrix.bits
+    of_rows = (out, inputs) if bits == 8 else (out, inputs // 2)
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    data = Turned(matrix.qweight, of_rows, dtype, partial(_codes, matrix), windows.codes)
+    scale = Kept(matrix.scales, (out, groups), matrix.scales.dtype, _turned, windows.scales)
+    zero = None
+    if not matrix.symmetric:
+        zero = Kept(matrix.qzeros, (out, groups), torch.int8, partial(_zeros, matrix), windows.zeros)
+
+    def values() -> LazyTensor:
+        return Values(matrix.shape, data, of_int8 if bits == 8 else of_int4, scale, matrix.groups, zero)
+
+    if matrix.size is None:
+        found.note("groups have inputs in another order (desc_act), so codes become plain values", matrix.name)
+        found.tensors[matrix.name] = values()
+        return
+    option, buffer = scale_buffer(scale, has_float16=True)
+    buffers: dict[str, LazyTensor] = {"data": data, "scale": buffer}
+    if zero is not None:
+        buffers["zero"] = zero if bits == 8 else mapped(zero, torch.int8, lambda read: read * 16)
+    size = "row" if groups == 1 else str(matrix.size)
+    kind = "" if zero is None else ":asymmetric"
+    found.add(matrix.name, matrix.shape, f"int{8 if bits == 8 else 4}:{size}{kind}{option}", buffers, values)
+
+
+def _turned(read: Tensor) -> Tensor:
+    return read.t().contiguous()
+
+
+def _codes(matrix: _Matrix, words: Tensor) -> Tensor:
+    """Rows of int8 codes, or of nibbles that hold a code of int4 plus 8, of columns of words."""
+    words = words.t().contiguous()
+    if matrix.bits == 8:
+        return (words.view(torch.uint8) ^ 128).view(torch.int8)
+    if matrix.bits == 4:
+        return words.view(torch.uint8)
+    codes = unpacked(words, matrix.bits)
+    return pack_nibbles(codes + (8 - matrix.middle) if matrix.symmetric else codes)
+
+
+def _unsigned_zeros(matrix: _Matrix, words: Tensor) -> Tensor:
+    """Zeros, uint8 [groups, out], of words. Whole words are added, since subtracting borrowed across codes."""
+    if matrix.subtracted:
+        added = torch.tensor(matrix.subtracted, dtype=torch.int64).to(torch.int32)
+        words = words + added.repeat(ceil_div(words.shape[1], len(added)))[: words.shape[1]]
+    return unpacked(words, matrix.bits)[:, : matrix.shape[0]]
+
+
+def _zeros(matrix: _Matrix, words: Tensor) -> Tensor:
+    """Zeros [out, groups] of int8 codes, or of nibbles less 8."""
+    codes = _unsigned_zeros(matrix, words).to(torch.int16)
+    return (codes - (128 if matrix.bits == 8 else 8)).to(torch.int8).t().contiguous()

@@ -1,0 +1,70 @@
+"""NVIDIA's ModelOpt: NVFP4 and FP8.
+
+weight          uint8 [out, in / 2], two e2m1 codes, or e4m3 [out, in]
+weight_scale    e4m3 [out, in / 16] of NVFP4; float32 for the tensor, or for tiles, of FP8
+weight_scale_2  float32, of NVFP4
+
+weight = code * weight_scale * weight_scale_2
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import BaseModel
+
+from infuse.weights.coded.form import FLOATS, Found, Members, Raw
+from infuse.weights.coded.scaled import add_fp8, add_nvfp4
+
+_ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
+_UNUSED = ("input_scale", "k_scale", "v_scale", "q_scale")
+_SMOOTHED = "pre_quant_scale"  # of AWQ: activations would have to be scaled
+_TILE = (128, 128)
+
+
+class _Config(BaseModel):
+    """The keys that we read."""
+
+    quant_algo: str | None = None
+
+
+def modelopt(raw: Raw) -> Found:
+    """Take the matrices of ModelOpt, if the config names it."""
+    found = Found("ModelOpt")
+    if raw.settings is None or raw.method not in ("modelopt", "modelopt-fp4"):
+        return found
+    config = raw.settings.read(_Config)
+    paths = raw.paths(("weight_scale", "weight_scale_2"))
+    if paths and config.quant_algo not in (None, *_ALGORITHMS):
+        found.faults.append(
+            f"{raw.settings.origin}: quant_algo {config.quant_algo!r} is not read; possible: {', '.join(_ALGORITHMS)}"
+        )
+        return found
+    for path in paths:
+        members = Members(raw, path, found)
+        if members.has(_SMOOTHED):
+            members.fault(_SMOOTHED, "scales the inputs of this linear, which is not supported")
+        elif members.dtype("weight") is torch.float8_e4m3fn:
+            _add_fp8(found, members)
+        else:
+            _add_nvfp4(found, members)
+    if paths:
+        unused = (name for name in raw.tensors if name.rpartition(".")[2] in _UNUSED)
+        found.leave(raw, unused, "scales of activations, keys and values")
+    return found
+
+
+def _add_fp8(found: Found, members: Members) -> None:
+    weight = members.take("weight", (torch.float8_e4m3fn,), (-1, -1))
+    scale = members.take("weight_scale", FLOATS)
+    if weight is not None and scale is not None:
+        of_tiles = len(scale.shape) == 2 and scale.shape[1] != 1
+        add_fp8(found, members, weight, scale, _TILE if of_tiles else None)
+
+
+def _add_nvfp4(found: Found, members: Members) -> None:
+    weight = members.take("weight", (torch.uint8,), (-1, -1))
+    groups = None if weight is None else (weight.shape[0], -(-weight.shape[1] * 2 // 16))
+    scale = members.take("weight_scale", (torch.float8_e4m3fn,), *(() if groups is None else (groups,)))
+    of_all = members.take("weight_scale_2", (torch.float32,), (), (1,))
+    if weight is not None and scale is not None and of_all is not None:
+        add_nvfp4(found, f"{members.path}.weight", weight, scale, of_all, inverse=False)

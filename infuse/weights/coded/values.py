@@ -1,0 +1,59 @@
+"""Matrices whose codes no format can keep: read as float32 values, with the arithmetic of their library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infuse.quant.blocks import E2M1
+from infuse.quant.integer import unpack_int4, unpack_nibbles
+from infuse.weights.lazy import LazyTensor, Shape, Slices, of_all_axes
+
+
+@dataclass(frozen=True)
+class Values:
+    """scale[g] * (code - zero[g]) [out, in] in float32, where g = groups[i] is the group of input i.
+
+    `codes` turns rows of `data` into numbers. Groups may have any inputs, and the last one fewer.
+    """
+
+    shape: Shape
+    data: LazyTensor
+    codes: Callable[[Tensor], Tensor]
+    scale: LazyTensor
+    groups: Tensor
+    zero: LazyTensor | None = None
+
+    dtype, coded = torch.float32, None
+
+    def read(self, part: Slices = ()) -> Tensor:
+        rows, columns = of_all_axes(part, 2)
+        groups = self.groups[columns]
+        values = self.codes(self.data.read((rows,)))[:, : self.shape[1]][:, columns].float()
+        if self.zero is not None:
+            values = values - self.zero.read((rows,)).float()[:, groups]
+        return values * self.scale.read((rows,)).float()[:, groups]
+
+
+def regular_groups(inputs: int, size: int) -> Tensor:
+    """The group of each input, for groups of `size` neighbours; the last one may have fewer."""
+    return torch.arange(inputs) // size
+
+
+def of_int4(data: Tensor) -> Tensor:
+    return unpack_int4(data)
+
+
+def of_int8(data: Tensor) -> Tensor:
+    return data
+
+
+def of_fp8(data: Tensor) -> Tensor:
+    return data.view(torch.float8_e4m3fn).float()
+
+
+def of_e2m1(data: Tensor) -> Tensor:
+    return torch.tensor(E2M1, device=data.device)[unpack_nibbles(data).long()]

@@ -1,0 +1,226 @@
+"""Models loaded from quantized files: their logits are those of the model with the values that the files stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import infuse
+from infuse.errors import CheckpointError
+from infuse.weights.checkpoint import Checkpoint
+from infuse.weights.sources import find_files
+from tests.models.families import BY_NAME
+from tests.support.checkpoints import on_meta
+from tests.support.quantized_files import BY_CASE, CASES, ROOM, Case, llama, publish, write
+from tests.support.ranks import Ranks
+
+IDS = torch.arange(5, 21)[None]
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def with_values(model: Any, state: dict[str, Tensor]) -> Any:
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def loaded(folder: Path | str, name: str = "llama", **keys: Any) -> infuse.InferenceEngine:
+    changes = keys.pop("changes", ROOM)
+    keys = {"dtype": "fp32", "progress": False, "replace_with_kernel_inject": True, **keys}
+    return infuse.init_inference(on_meta(name, **changes), checkpoint=str(folder), **keys)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_are_those_of_the_values(case: Case, tmp_path: Path) -> None:
+    exact = logits(with_values(llama(), publish(tmp_path, case, llama())))
+    given = logits(loaded(tmp_path))
+    limit = 0.05 if case.format.endswith(":a8") else 1e-4  # activations may be rounded where the file says so
+    assert (given - exact).norm() < limit * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["gptq-4-asym-v1", "awq", "compressed-w4a16", "compressed-w8a8", "fp8-blocks"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_experts_under_names_of_their_own(family: str, name: str, tmp_path: Path) -> None:
+    """A mixture's files have a matrix for each expert, which the model stacks."""
+    changes = dict(hidden_size=128, intermediate_size=128)
+    if family == "qwen3-moe":
+        changes["moe_intermediate_size"] = 128
+    model = BY_NAME[family].make(**changes)
+    model.save_pretrained(tmp_path / "plain")
+    case, stored = BY_CASE[name], {}
+    values = load_file(tmp_path / "plain" / "model.safetensors")
+    for key, tensor in list(values.items()):
+        path = key.removesuffix(".weight")
+        if path.endswith(("_proj", ".w1", ".w2", ".w3")):
+            leaves, values[key] = case.pack(tensor)
+            stored |= {f"{path}.{leaf}": one for leaf, one in leaves.items()}
+        else:
+            stored[key] = tensor
+    write(tmp_path / "coded", stored, case.config)
+    write(tmp_path / "exact", values, None)
+    exact = logits(loaded(tmp_path / "exact", family, changes=changes))
+    given = logits(loaded(tmp_path / "coded", family, changes=changes))
+    assert (given - exact).norm() < (0.05 if case.format.endswith(":a8") else 1e-4) * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["gptq-4-asym-v1", "nf4", "compressed-w8a16"])
+def test_linears_whose_inputs_come_first(name: str, tmp_path: Path) -> None:
+    """The weights of GPT-2 are [in, out]; quantized forms store all as [out, in]."""
+    case, changes = BY_CASE[name], dict(n_embd=128, n_layer=2)
+    stored, state = {}, BY_NAME["gpt2"].make(**changes).state_dict()
+    del state["lm_head.weight"]
+    for key, tensor in state.items():
+        if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            leaves, values = case.pack(tensor.t().contiguous())
+            state[key] = values.t().contiguous()
+            stored |= {f"{key.removesuffix('weight')}{leaf}": one for leaf, one in leaves.items()}
+        else:
+            stored[key] = tensor
+    write(tmp_path / "coded", stored, case.config)
+    write(tmp_path / "exact", state, None)
+    exact = logits(loaded(tmp_path / "exact", "gpt2", changes=changes))
+    assert (logits(loaded(tmp_path / "coded", "gpt2", changes=changes)) - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_a_live_model_takes_them_too(tmp_path: Path) -> None:
+    state = publish(tmp_path, BY_CASE["gptq-4-sym-v1"], llama())
+    engine = infuse.init_inference(
+        llama(), checkpoint=str(tmp_path), dtype="fp32", progress=False, replace_with_kernel_inject=True
+    )
+    exact = logits(with_values(llama(), state))
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_the_models_config_tells_the_form(tmp_path: Path) -> None:
+    case = BY_CASE["awq"]
+    state = publish(tmp_path, case, llama())
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="no config says which"):
+        loaded(tmp_path)
+    model = on_meta("llama", **ROOM)
+    model.config.quantization_config = dict(case.config)
+    engine = infuse.init_inference(
+        model, checkpoint=str(tmp_path), dtype="fp32", progress=False, replace_with_kernel_inject=True
+    )
+    exact = logits(with_values(llama(), state))
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("file", "case", "content"),
+    [
+        ("quantize_config.json", "gptq-4-sym-v1", dict(bits=4, group_size=32, sym=True, desc_act=False)),
+        ("quant_config.json", "awq", dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
+        ("hf_quant_config.json", "modelopt-nvfp4", dict(quantization=dict(quant_algo="NVFP4", group_size=16))),
+        ("config.json", "fp8-blocks", dict(text_config=dict(quantization_config=BY_CASE["fp8-blocks"].config))),
+    ],
+)
+def test_other_files_tell_the_form(file: str, case: str, content: dict[str, Any], tmp_path: Path) -> None:
+    state = publish(tmp_path, BY_CASE[case], llama())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / file).write_text(json.dumps(content))
+    exact = logits(with_values(llama(), state))
+    assert (logits(loaded(tmp_path)) - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_what_is_not_used_is_said(tmp_path: Path) -> None:
+    """Scales of cached keys and values, biases of zeros that old files of GPTQ have, and act-order."""
+    case = BY_CASE["compressed-fp8"]
+    state = publish(tmp_path, case, llama())
+    stored = load_file(tmp_path / "model.safetensors")
+    at = "model.layers.0.self_attn"
+    extra = {f"{at}.k_scale": torch.ones(1), f"{at}.v_scale": torch.ones(1), f"{at}.q_proj.input_scale": torch.ones(1)}
+    extra |= {f"{at}.q_proj.bias": torch.zeros(128)}
+    write(tmp_path, stored | extra, case.config)
+    engine = loaded(tmp_path)
+    assert "scales of cached keys and values are not used" in str(engine.plan)
+    assert "scales of activations are not used" in str(engine.plan)
+    exact = logits(with_values(llama(), state))
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+
+
+def mixed(folder: Path, cases: dict[str, Case], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Write a Llama whose matrices are in the form of the first of `cases` whose key is in their name."""
+    state, stored = llama().state_dict(), {}
+    for key, tensor in state.items():
+        case = next((case for part, case in cases.items() if part in key), None)
+        if case is None:
+            stored[key] = tensor
+            continue
+        leaves, state[key] = case.pack(tensor)
+        stored |= {f"{key.removesuffix('weight')}{leaf}": one for leaf, one in leaves.items()}
+    write(folder, stored, config)
+    return state
+
+
+def formats(folder: Path) -> set[str]:
+    pieces = Checkpoint(find_files(str(folder))).pieces.values()
+    return {one.first.coded.format for one in pieces if one.first.coded is not None}
+
+
+def test_groups_of_compressed_tensors_differ(tmp_path: Path) -> None:
+    """W4A16 for the MLP by patterns, W8A8 for attention by its class, and fp8 for one matrix by its name."""
+    cases = {
+        "layers.1.mlp.up_proj": BY_CASE["compressed-fp8"],
+        "mlp.": BY_CASE["compressed-w4a16-asym"],
+        "self_attn.": BY_CASE["compressed-w8a8"],
+    }
+    groups = [dict(case.config["config_groups"]["group_0"]) for case in cases.values()]
+    groups[0] |= {"targets": ["model.layers.1.mlp.up_proj"], "format": "float-quantized"}
+    groups[1] |= {"targets": ["re:.*mlp\\..*"], "format": "pack-quantized"}
+    groups[2] |= {"targets": ["Linear"], "format": "int-quantized"}
+    config = dict(BY_CASE["compressed-w4a16"].config, format="mixed-precision")
+    config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
+    state = mixed(tmp_path, cases, config)
+    assert formats(tmp_path) == {"fp8", "int4:32:asymmetric", "int8:row:a8"}
+    exact = logits(with_values(llama(), state))
+    assert (logits(loaded(tmp_path)) - exact).norm() < 0.05 * exact.norm()
+
+
+def test_bits_of_gptq_differ(tmp_path: Path) -> None:
+    """`dynamic` gives some modules other bits, groups, and zeros."""
+    cases = {"down_proj": BY_CASE["gptq-8-sym-v1"], "self_attn.": BY_CASE["gptq-2-asym-v1"]}
+    cases["mlp."] = BY_CASE["gptq-4-sym-v1"]
+    config = dict(cases["mlp."].config, dynamic={"+:.*down_proj": {"bits": 8}, "+:.*self_attn.*": {"bits": 2}})
+    state = mixed(tmp_path, cases, config)
+    assert formats(tmp_path) == {"int8:32:f16", "int4:32:asymmetric:f16", "int4:32:f16"}
+    exact = logits(with_values(llama(), state))
+    assert (logits(loaded(tmp_path)) - exact).norm() < 1e-4 * exact.norm()
+
+
+TAKEN_BY_RANKS = ("gptq-4-asym-v1", "awq", "compressed-w4a16", "fp8-blocks", "nf4", "gptq-8-sym-v1-order")
+
+
+def of_rank(folder: str) -> list[Tensor]:
+    """Logits of each form on two ranks."""
+    keys: dict[str, Any] = {"tensor_parallel": {"tp_size": 2}}
+    return [logits(loaded(f"{folder}/{name}", **keys)) for name in TAKEN_BY_RANKS]
+
+
+def test_two_ranks_take_their_parts(tmp_path: Path, ranks: Ranks) -> None:
+    exact = [logits(with_values(llama(), publish(tmp_path / name, BY_CASE[name], llama()))) for name in TAKEN_BY_RANKS]
+    for of_all in ranks.run(2, of_rank, str(tmp_path)):
+        for name, given, wanted in zip(TAKEN_BY_RANKS, of_all, exact, strict=True):
+            assert (given - wanted).norm() < 1e-4 * wanted.norm(), name
+
+
+def test_files_in_several_parts(tmp_path: Path) -> None:
+    """The tensors of one matrix may be in several files, which an index names."""
+    state = publish(tmp_path, BY_CASE["gptq-4-asym-v1"], llama())
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    where = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(stored)}
+    for file in set(where.values()):
+        save_file({name: one for name, one in stored.items() if where[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    exact = logits(with_values(llama(), state))
+    assert (logits(loaded(tmp_path)) - exact).norm() < 1e-4 * exact.norm()

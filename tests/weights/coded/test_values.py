@@ -1,0 +1,95 @@
+"""Matrices of quantized files: the values that their layouts stand for bit by bit, their formats, and parts of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infuse.parallel.slices import Span
+from infuse.quant.parse import quant_format
+from infuse.weights.checkpoint import Checkpoint
+from infuse.weights.coded import buffers
+from infuse.weights.lazy import CodedTensor, Joined, LazyTensor
+from infuse.weights.sources import find_files
+from tests.support.quantized_files import BY_CASE, CASES, Case, write
+
+WEIGHT = torch.randn(96, 256, generator=torch.Generator().manual_seed(2)) * 0.05
+
+
+def opened(folder: str) -> Checkpoint:
+    return Checkpoint(find_files(folder))
+
+
+def matrix(folder: Path, case: Case, weight: torch.Tensor) -> tuple[LazyTensor, torch.Tensor, Checkpoint]:
+    leaves, values = case.pack(weight)
+    checkpoint = opened(write(folder, {f"a.b.{leaf}": one for leaf, one in leaves.items()}, case.config))
+    assert list(checkpoint.pieces) == ["a.b.weight"]
+    return checkpoint.pieces["a.b.weight"].first, values, checkpoint
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_are_those_of_the_layout(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "WINDOW", 4)
+    read, values, _ = matrix(tmp_path, case, WEIGHT)
+    assert read.shape == values.shape and read.dtype == torch.float32
+    assert (read.coded.format if read.coded else "") == (case.format and str(quant_format(case.format)))
+    assert torch.equal(read.read(), values)
+    for part in ((slice(3, 50),), (slice(33, 34), slice(64, 128)), (slice(0, 0),), (slice(95, 96), slice(128, 256))):
+        assert torch.equal(read.read(part), values[part]), part
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_buffers_are_read_by_parts(case: Case, tmp_path: Path) -> None:
+    read, _, _ = matrix(tmp_path, case, WEIGHT)
+    for name, buffer in (read.coded.buffers if read.coded else {}).items():
+        whole = buffer.read()
+        assert whole.shape == buffer.shape and whole.dtype == buffer.dtype, name
+        for part in ((slice(5, 41),), (slice(7, 8), slice(0, buffer.shape[1] // 2))):
+            assert torch.equal(buffer.read(part), whole[part]), (name, part)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.format], ids=lambda case: case.name)
+def test_codes_are_cut_along_inputs(case: Case, tmp_path: Path) -> None:
+    """As ranks cut them; merged rows keep their codes too."""
+    read, values, _ = matrix(tmp_path, case, WEIGHT)
+    half = Joined.of({0: read}, [Span(0, 128, 256)], axis=1)
+    both = Joined.of({0: read, 1: read}, [Span(0, 8, 40), Span(1, 0, 96)])
+    for joined, wanted in ((half, values[:, 128:]), (both, torch.cat((values[8:40], values)))):
+        assert joined.coded is not None
+        cut = CodedTensor(joined.shape, torch.float32, joined.coded)
+        assert torch.equal(cut.read((slice(3, 60),)), wanted[3:60])
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "compressed-fp8-block", "compressed-w4a16", "awq", "fbgemm"])
+def test_rows_are_read_without_the_rest(name: str, tmp_path: Path) -> None:
+    read, _, checkpoint = matrix(tmp_path, BY_CASE[name], torch.randn(256, 256) * 0.05)
+    assert read.coded is not None
+    before = checkpoint.bytes_read
+    read.coded.buffers["data"].read((slice(8, 16),))
+    rows = 8 if name != "awq" else 256  # a window of columns
+    assert checkpoint.bytes_read - before == rows * (256 if "fp8" in name or name == "fbgemm" else 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "told"),
+    [
+        ("fp8-blocks", (200, 192), "groups of 128 do not divide 192 inputs"),
+        ("fp8-blocks-bf16", (576, 320), "groups of 128 do not divide 320 inputs"),
+        ("gptq-4-asym-v1", (64, 80), "groups of 32 do not divide 80 inputs"),
+        ("gptq-8-sym-v1", (64, 48), "groups of 32 do not divide 48 inputs"),
+        ("compressed-nvfp4", (32, 80), "blocks of 64 do not divide 80 inputs"),
+        ("modelopt-nvfp4", (32, 48), "blocks of 64 do not divide 48 inputs"),
+        ("compressed-w8a16", (24, 33), ""),
+        ("fp8-blocks", (200, 256), ""),
+        ("gptq-4-asym-v1-order", (64, 96), "in another order (desc_act)"),
+    ],
+)
+def test_widths_that_no_format_has_become_values(name: str, shape: tuple[int, int], told: str, tmp_path: Path) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)) * 0.05
+    read, values, checkpoint = matrix(tmp_path, BY_CASE[name], weight)
+    assert (read.coded is None) == bool(told)
+    assert torch.equal(read.read(), values) and torch.equal(read.read((slice(5, 9),)), values[5:9])
+    assert torch.equal(read.read((slice(5, 9), slice(7, 30))), values[5:9, 7:30])
+    assert told in "".join(checkpoint.notes)
