@@ -24,6 +24,7 @@ from infuse.cli.model_folder import (
     copy_rest,
     empty_model,
     load_generative,
+    plan_of_folder,
     quantization,
     read_config,
     read_tokenizer,
@@ -43,7 +44,10 @@ app = typer.Typer(
 )
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need its weights too.")
+    Path,
+    typer.Argument(
+        metavar="MODEL_DIR", help="Folder with config.json, or a GGUF file; generate and bench need weights."
+    ),
 ]
 DtypeName = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: the best for the device.")
@@ -116,9 +120,10 @@ def show_plan(
                 )
             )
             return
-        plan = infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep, kv_cache))
+        settings = _settings(dtype, quant, verify, device, tp, ep, kv_cache)
+        plan = plan_of_folder(model_dir, config, settings)
         print(plan)
-        if told := quantization(model_dir, config):
+        if not plan.stored.formats and (told := quantization(model_dir, config)):
             print(
                 f"  files  {told}: this is the plan for the same model with dense weights; as transformers loads these "
                 "files, its quantized layers stay as they are"

@@ -1,4 +1,4 @@
-"""A model folder on the command line: read its config, class, tokenizer and model, or exit with a message."""
+"""A model folder or a GGUF file on the command line: read its config, tokenizer and model, or exit with a message."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infuse.cli.gguf_file import dense_model, gguf_files, has_tokenizer, read_gguf_config, read_gguf_tokenizer
 from infuse.cli.messages import FAILED, WRONG_USE, bar, described, fail, remarks
 
 if TYPE_CHECKING:
@@ -17,14 +18,17 @@ SHARDS = "infuse.json"  # the index that `infuse shard` writes
 
 
 def read_config(model_dir: Path, weights: bool = False) -> Any:
-    """The folder's configuration. Exits with a message if a file is missing."""
+    """The folder's configuration, or that of a GGUF file. Exits with a message if a file is missing."""
     if not model_dir.exists():
         fail(f"{model_dir} does not exist; give a folder with a saved model", WRONG_USE)
+    files = _gguf(model_dir)
+    if files and not (model_dir / "config.json").is_file():
+        return read_gguf_config(files)
     if not model_dir.is_dir():
-        fail(f"{model_dir} is a file; give the folder that holds config.json", WRONG_USE)
+        fail(f"{model_dir} is a file; give the folder that holds config.json, or a .gguf file", WRONG_USE)
     if not (model_dir / "config.json").is_file():
         fail(f"{model_dir} has no config.json; give a folder as model.save_pretrained writes it", WRONG_USE)
-    if weights and not any(any(model_dir.glob(pattern)) for pattern in WEIGHT_FILES):
+    if weights and not files and not _has_weights(model_dir):
         fail(f"{model_dir} has a config.json but no weights; needed: {' or '.join(WEIGHT_FILES)}", WRONG_USE)
     import transformers
 
@@ -32,6 +36,15 @@ def read_config(model_dir: Path, weights: bool = False) -> Any:
         return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # transformers raises many kinds of error for a broken file
         fail(f"{model_dir / 'config.json'} cannot be read: {described(error)}", WRONG_USE)
+
+
+def _has_weights(model_dir: Path) -> bool:
+    return any(any(model_dir.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def _gguf(model_dir: Path) -> tuple[Path, ...]:
+    """The GGUF files that hold the model's weights; () if other files do."""
+    return () if model_dir.is_dir() and _has_weights(model_dir) else gguf_files(model_dir)
 
 
 def model_class(config: Any) -> Any:
@@ -67,6 +80,21 @@ def empty_model(model_dir: Path, config: Any) -> Any:
     return model
 
 
+def plan_of_folder(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
+    """The plan for the folder's model. Weights that lie there tell by their headers which matrices keep their codes."""
+    import infuse
+    from infuse.errors import CheckpointError
+
+    model = empty_model(model_dir, config)
+    if not _has_weights(model_dir) and not _gguf(model_dir):
+        return infuse.plan(model, **settings)
+    try:
+        return infuse.plan(model, checkpoint=str(model_dir), **settings)
+    except CheckpointError as error:
+        remarks().print(f"the plan is made without the weights: {error}", markup=False, highlight=False)
+        return infuse.plan(model, **settings)
+
+
 def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
     """The engine of a generative model, from its weights or its shards. Each rank reads its own part.
 
@@ -83,7 +111,7 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
             model = _generative(empty_model(model_dir, config))
             return infuse.init_inference(model, checkpoint=str(model_dir), **settings)
     except CheckpointError as error:
-        if not alone:
+        if not alone or _gguf(model_dir):  # transformers reads some of these files, but not all that they say
             raise
         remarks().print(f"transformers reads the weights, as a whole: {error}", markup=False, highlight=False)
     return infuse.init_inference(load_generative(model_dir, config), **settings)
@@ -96,9 +124,14 @@ def _generative(model: Any) -> Any:
 
 
 def copy_rest(model_dir: Path, out: Path) -> None:
-    """Copy config, tokenizer and generation settings: all files but the weights."""
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
-    for path in sorted(model_dir.iterdir()):
+    """Copy config, tokenizer and generation settings: all files but the weights. Of GGUF files: what is in them."""
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json", ".gguf")
+    if files := _gguf(model_dir):
+        if not (model_dir / "config.json").is_file():
+            read_config(model_dir).save_pretrained(out)
+        if not has_tokenizer(model_dir):
+            read_gguf_tokenizer(files).save_pretrained(out)
+    for path in sorted(model_dir.iterdir()) if model_dir.is_dir() else ():
         if path.is_file() and not path.name.endswith(weights) and path.name != SHARDS:
             shutil.copyfile(path, out / path.name)
 
@@ -110,6 +143,9 @@ def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "au
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return bar(args[0], "loading") if args else factory(**kwargs)
 
+    if files := _gguf(model_dir):
+        plain = config.dtype if dtype == "auto" else dtype
+        return _generative(dense_model(files, empty_model(model_dir, config), plain))
     kind = model_class(config)
     before = set_tqdm_hook(hook)
     try:
@@ -136,11 +172,14 @@ def quantization(model_dir: Path, config: Any) -> str:
         return f"quantized by {told.get('quant_method') or 'another library'}{f', {bits} bits' if bits else ''}"
     if (model_dir / "quantize_config.json").is_file():
         return "quantized by GPTQ (quantize_config.json), which transformers reads with a quantization_config only"
-    return "quantized in GGUF files" if any(model_dir.glob("*.gguf")) else ""
+    return ""
 
 
 def read_tokenizer(model_dir: Path) -> Any:
     import transformers
+
+    if (files := _gguf(model_dir)) and not has_tokenizer(model_dir):
+        return read_gguf_tokenizer(files)
 
     try:
         return transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from infuse.errors import CheckpointError
+from infuse.weights.gguf.parts import SUFFIX, all_parts, in_folder
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -90,7 +91,14 @@ def _found(source: Any, base_dir: str) -> Files:
         return _folder(path)
     if path.suffix == ".json":
         return _described(read_json(path), Path(base_dir) if base_dir else path.parent, str(path))
+    if path.suffix == SUFFIX:
+        return _one_model(all_parts(path), str(path))
     return Files("a file", ((path,),))
+
+
+def _one_model(paths: Sequence[Path], form: str) -> Files:
+    """The parts of one model in GGUF."""
+    return Files(form, tuple((path,) for path in paths))
 
 
 def read_json(path: Path) -> Any:
@@ -136,7 +144,10 @@ def _folder(path: Path) -> Files:
     files = sorted(file for suffix in _SUFFIXES[:2] for file in path.glob(f"*{suffix}"))
     if files:
         return _listed(files, f"the folder {path}")
-    looked = ", ".join((*INDEXES, *SINGLE, "latest", "mp_rank_*_model_states.pt", "*.safetensors", "*.bin", SAVED))
+    if parts := in_folder(path):
+        return _one_model(parts, f"the folder {path}")
+    patterns = ("latest", "mp_rank_*_model_states.pt", "*.safetensors", "*.bin", f"*{SUFFIX}")
+    looked = ", ".join((*INDEXES, *SINGLE, *patterns, SAVED))
     raise CheckpointError(f"{path}: no checkpoint; looked for {looked}")
 
 
@@ -162,10 +173,12 @@ def _weight_map(path: Path) -> dict[str, Path]:
 
 
 def _listed(paths: Sequence[Path], form: str) -> Files:
+    if paths and all(path.suffix == SUFFIX for path in paths):
+        return _one_model(paths, form)
     wrong = [str(path) for path in paths if path.suffix not in _SUFFIXES]
     if wrong or not paths:
         names = ", ".join(wrong) or "nothing"
-        raise CheckpointError(f"{form}: found {names}; possible: files of {', '.join(_SUFFIXES)}")
+        raise CheckpointError(f"{form}: found {names}; possible: files of {', '.join(_SUFFIXES)}, or all of {SUFFIX}")
     return Files(form, tuple((path,) for path in paths))
 
 

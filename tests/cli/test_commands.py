@@ -23,6 +23,7 @@ from infuse.device import Device
 from infuse.native import BINARY
 from tests.support.commands import PROMPT, run
 from tests.support.forked import Program
+from tests.support.published import publish
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,6 +110,15 @@ def test_plan_needs_no_weights(copy):
 def test_plan_names_the_format(folder):
     out, _ = run("plan", folder, "--dtype", "float32", "--quant", "int8")
     assert "int8" in out
+
+
+def test_plan_tells_which_codes_are_kept(tmp_path):
+    publish(tmp_path)
+    assert "mxfp4 for mlp.experts.up and mlp.experts.down, taken as it is, " in run("plan", tmp_path)[0]
+    assert "are stored in mxfp4 and become int8" in run("plan", tmp_path, "--quant", "int8:16")[0]
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    out, error = run("plan", tmp_path)
+    assert "the plan is made without the weights" in error and "quantized by mxfp4" in out and "block" in out
 
 
 def test_generate_equals_transformers(folder):

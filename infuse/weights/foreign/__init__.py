@@ -13,9 +13,10 @@ from infuse.weights.foreign.converted import converted
 from infuse.weights.foreign.layout import Recognised, Recogniser, Unread
 from infuse.weights.foreign.merged import merged
 from infuse.weights.foreign.microscaled import microscaled
+from infuse.weights.foreign.rotary import frequencies
 from infuse.weights.lazy import LazyTensor
 
-RECOGNISERS: tuple[Recogniser, ...] = (microscaled, merged, converted)  # in this order
+RECOGNISERS: tuple[Recogniser, ...] = (microscaled, merged, converted, frequencies)  # in this order
 
 _registered: list[Recogniser] = []  # by `register`
 
