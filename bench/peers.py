@@ -30,7 +30,7 @@ from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import read_bandwidth
 from models import SHAPES, Contestant, bounds, made
-from other_engines.peer import FORMATS, NEEDS
+from other_engines.peer import FORMATS
 from report import in_turns, markdown, probed, product_rates, save, show
 
 PROGRAM = Path(__file__).parent / "other_engines" / "peer.py"
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--formats", nargs="*", default=["int8", "int4"])
-    parser.add_argument("--peers", nargs="*", choices=sorted(NEEDS), default=sorted(NEEDS))
+    parser.add_argument("--peers", nargs="*", choices=sorted(FORMATS), default=sorted(FORMATS))
     parser.add_argument("--python", nargs="*", default=[], metavar="PEER=PYTHON", help="interpreters of the peers")
     parser.add_argument("--keep", type=Path, help="folder for the converted models, read again the next time")
     for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():

@@ -21,8 +21,9 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1
 NEEDS = {
     "openvino": ("torch", "openvino", "openvino_genai", "optimum.intel", "nncf"),
     "llama.cpp": ("torch", "llama_cpp", "gguf"),
+    "ik_llama.cpp": ("torch", "ik_llama_cpp"),
 }
-FORMATS = {"openvino": ("bf16", "int8", "int4"), "llama.cpp": ("BF16", "Q8_0", "Q4_0")}
+FORMATS = {"openvino": ("bf16", "int8", "int4"), "llama.cpp": ("BF16", "Q8_0", "Q4_0")}  # of bench/peers.py
 Generate = Callable[[list[list[int]], int], object]  # prompts of equal length, new tokens; greedy, never ends early
 
 
@@ -90,8 +91,17 @@ def open_llama_cpp(folder: Path, rows: int, tokens: int) -> Generate:
     return lambda ids, new: model.generate(torch.tensor(ids), Nothing(), new)
 
 
+def open_ik_llama_cpp(folder: Path, rows: int, tokens: int) -> Generate:
+    import torch
+    from ik_llama import IkLlama
+
+    torch.set_num_threads(THREADS)
+    model = IkLlama(folder / "model.gguf", rows, tokens)
+    return lambda ids, new: model.generate(torch.tensor(ids), new)
+
+
 EXPORT = {"openvino": export_openvino, "llama.cpp": export_llama_cpp}
-OPEN = {"openvino": open_openvino, "llama.cpp": open_llama_cpp}
+OPEN = {"openvino": open_openvino, "llama.cpp": open_llama_cpp, "ik_llama.cpp": open_ik_llama_cpp}
 
 
 def main() -> None:

@@ -31,8 +31,17 @@ from infuse.plan.step import Step
 def block(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     shape = step.shape
     assert isinstance(shape, LayerShape), step
-    skips, bodies = step.skips_padding, dict(step.bodies)
-    return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
+    return Block(
+        shape,
+        step.index,
+        step.formats,
+        dict(step.bodies),
+        group,
+        step.path,
+        step.layer,
+        skips_padding=step.skips_padding,
+        apart=step.apart,
+    )
 
 
 def module(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:

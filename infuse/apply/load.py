@@ -19,16 +19,18 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.experts import mapped_bytes
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan.codes import lost_codes
 from infuse.plan.decide import make_plan
 from infuse.plan.packed import packed_fill, packed_paths, packings
 from infuse.plan.plan import Plan
+from infuse.plan.stored import StoredFormats
 from infuse.shards.index import read_index
 from infuse.shards.plan import saved_plan
 from infuse.shards.save import open_shards, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
-from infuse.weights.lazy import stored_alike, tensor_at
+from infuse.weights.lazy import tensor_at
 from infuse.weights.loader import CheckpointLoader
 from infuse.weights.model_tensors import ModelTensors, model_tensors
 from infuse.weights.names import held
@@ -72,16 +74,13 @@ def load(
                     'experts are mapped from these: make them by init_inference(model, checkpoint=..., experts="mmap", '
                     "save_mp_checkpoint_path=FOLDER), then give checkpoint=FOLDER"
                 )
-            files = find_files(source, base_dir)
-            _tie(model)
-            plan = make_plan(model, config, device, mesh)
-            tensors = model_tensors(model, Checkpoint(files), packings=partial(_packings, model, config, device))
-            tensors = replace(tensors, notes=(*tensors.notes, *_coded_notes(tensors, plan)))
+            tensors = _found(model, config, device)
+            plan = make_plan(model, config, device, mesh, stored=StoredFormats.of(tensors.tensors))
             sums = partial(sampled_sums, tensors)
         else:
             config = saved_config(config, index)
             _tie(model)
-            plan = make_plan(model, config, device, mesh)
+            plan = make_plan(model, config, device, mesh, stored=StoredFormats(index.stored))
             plan = saved_plan(plan, model, index, device=device)
             shards = open_shards(folder, index, plan, config.experts == "mmap")
             _check_saved(model, shards, plan)
@@ -95,30 +94,34 @@ def load(
             model.eval()
             done = carry_out(plan, loader, config, progress, group)
             group.barrier("the end of loading")  # if a rank fails here, all restore their models
-        mapped, notes = mapped_bytes(model), (*done.notes, *tensors.notes, *_mapping_notes(shards, model))
+        lost = () if shards is not None else tuple(lost_codes(done.stored, done.steps, done.dtype))
+        mapped, notes = mapped_bytes(model), (*done.notes, *tensors.notes, *lost, *_mapping_notes(shards, model))
         return Loaded(plan, replace(done, notes=notes, mapped_bytes=mapped), config)
 
 
-def _coded_notes(source: ModelTensors, plan: Plan) -> Iterator[str]:
-    """Notes on matrices that the checkpoint stores in a number format, unless they keep their codes."""
-    fills = ((step.path, fill) for step in plan.steps for fill in step.fills)
-    planned = {f"{path}.{name}": fill.format for path, fill in fills for name in fill.sources}
-    others: dict[tuple[str, bool], dict[str, str]] = {}  # (format, is of experts) → name → new format or dtype
-    for name, tensor in sorted(source.tensors.items()):
-        if (coded := tensor.coded) is None:
-            continue
-        now = planned.get(name)
-        if now is None or not stored_alike(coded.format, now):
-            becomes = now or str(plan.dtype).removeprefix("torch.")
-            others.setdefault((coded.format, len(tensor.shape) == 3), {})[name] = becomes
-    for (format, of_experts), matrices in others.items():
-        what = "matrices of experts" if of_experts else "matrices"
-        keeps = f'{{"weight": {{"post_init_quant": {{"experts": "{format}"}}}}}}' if of_experts else f'"{format}"'
-        now = ", ".join(sorted(set(matrices.values())))
-        yield (
-            f"{len(matrices)} {what} are stored in {format} and become {now}, e.g. {min(matrices)}; "
-            f"quant={keeps} keeps their codes"
-        )
+def planned(
+    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, *, in_pipeline: bool = False
+) -> Plan:
+    """The plan as `load` would decide it, or that for the live model if the config names no checkpoint.
+
+    Of a checkpoint only the headers are read. Shards of ours have their own plan, which is not looked at.
+    """
+    source, base_dir, _ = config.checkpoint_files
+    folder = _folder(source, base_dir)
+    if source is None or in_pipeline or (folder is not None and (folder / SAVED).is_file()):
+        return make_plan(model, config, device, mesh, in_pipeline=in_pipeline)
+    tensors = _found(model, config, device)
+    stored = StoredFormats.of(tensors.tensors)
+    plan = make_plan(model, config, device, mesh, in_pipeline=in_pipeline, stored=stored)
+    return replace(plan, notes=(*plan.notes, *tensors.notes, *lost_codes(stored, plan.steps, plan.dtype)))
+
+
+def _found(model: nn.Module, config: InferenceConfig, device: Device) -> ModelTensors:
+    """Find the model's tensors in the config's checkpoint; no values are read but those of small tables."""
+    source, base_dir, _ = config.checkpoint_files
+    checkpoint = Checkpoint(find_files(source, base_dir), _quantization(model))
+    _tie(model)
+    return model_tensors(model, checkpoint, packings=partial(_packings, model, config, device))
 
 
 def _mapping_notes(shards: SavedShards | None, model: nn.Module) -> Iterator[str]:
@@ -146,11 +149,14 @@ def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, d
         raise CheckpointError(
             f"{folder}: holds layers that were replaced; read it with init_inference(model, checkpoint=...)"
         )
-    _tie(model)
-    checkpoint = Checkpoint(find_files(source, base_dir))
-    tensors = model_tensors(model, checkpoint, packings=partial(_packings, model, config, Device.of(device)))
+    tensors = _found(model, config, Device.of(device))
     with torch.no_grad(), CheckpointLoader(model, tensors, (), dtype, device) as loader:
         loader.place_rest()
+
+
+def _quantization(model: nn.Module) -> Any:
+    """What the model's config says of its checkpoint's quantization."""
+    return getattr(getattr(model, "config", None), "quantization_config", None)
 
 
 def _packings(model: nn.Module, config: InferenceConfig, device: Device) -> dict[str, Packed]:

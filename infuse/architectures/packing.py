@@ -6,9 +6,10 @@ shards and quantization never see an interleaving. Rows are the first axis of we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from infuse.parallel.slices import Cut, Span, taken
+from infuse.parallel.slices import Cut, Range, Span, taken, total
 
 BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]: GPT-2, Phi-3, MPT
 PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H: BLOOM, GPT-NeoX
@@ -53,6 +54,27 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Part `number` of the merged matrix `matrix` (its path), kept as a matrix of its own: sources in one format.
+
+    `rows` are its rows in the merged matrix, in order.
+    """
+
+    matrix: str
+    number: int
+    rows: tuple[Range, ...]
+
+    @property
+    def outputs(self) -> int:
+        return total(self.rows)
+
+    @property
+    def path(self) -> str:
+        """Path of the part's own linear."""
+        return f"{self.matrix}.{self.number}" if self.matrix else str(self.number)
+
+
+@dataclass(frozen=True)
 class Fill:
     """How one target tensor of a step is made from source tensors.
 
@@ -62,7 +84,8 @@ class Fill:
     quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits. `absent`: the
     biases of q, k and v that have no source, and are zeros. `pointwise`: the source is the weight of a convolution of
     one frame, [out, in, 1]. `rows`: the spans of the sources of which the target is made, in order. `flat`: the source
-    has further axes of one entry, [1, 1, heads, 1], and the target is a vector.
+    has further axes of one entry, [1, 1, heads, 1], and the target is a vector. `part`: the target is that part of a
+    merged matrix, or its bias. `as_stored`: the sources are stored in `format`, so that their codes are copied.
     """
 
     target: str
@@ -79,6 +102,8 @@ class Fill:
     pointwise: bool = False
     rows: tuple[Span, ...] = ()
     flat: bool = False
+    part: Part | None = None
+    as_stored: bool = False
 
     @property
     def merged(self) -> int:
@@ -129,3 +154,57 @@ def spans(fill: Fill) -> list[Span] | None:
     else:
         whole = [Span(source, 0, size) for source, size in enumerate(cut.sizes)]
     return taken(whole, cut.ranges if cut else [(0, sum(span.length for span in whole))])
+
+
+def apart(fill: Fill, matrix: str, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Fill]:
+    """Split the fill of a merged matrix, or of its bias, into one for each of the `groups` of its sources.
+
+    `matrix` is the matrix's path, `sizes` are the lengths of the sources along their outputs. Each source is in one
+    group; a rank's `cut` is split as well.
+    """
+    assert fill.packing is None and not fill.absent and fill.merge == CAT, fill
+    assert fill.cut is None or fill.cut.axis == 0, fill
+    whole = fill.rows or [Span(source, 0, size) for source, size in enumerate(sizes)]
+    held = taken(whole, fill.cut.ranges if fill.cut else [(0, sum(span.length for span in whole))])
+    leaf = fill.target.rpartition(".")[2]
+    fills = []
+    for number, group in enumerate(groups):
+        part = Part(matrix, number, _places(held, group))
+        rows = tuple(Span(group.index(span.source), span.start, span.stop) for span in whole if span.source in group)
+        cut = None
+        if fill.cut is not None:
+            of_group = (sum(span.length for span in rows),) if fill.rows else tuple(sizes[source] for source in group)
+            cut = Cut(0, _kept(whole, fill.cut.ranges, group), of_group)
+        sources = tuple(fill.sources[source] for source in group)
+        target = f"{part.path}.{leaf}"
+        own_rows = rows if fill.rows else ()
+        fills.append(replace(fill, target=target, sources=sources, rows=own_rows, cut=cut, part=part))
+    return fills
+
+
+def _places(spans: Sequence[Span], group: Sequence[int]) -> tuple[Range, ...]:
+    """Positions of the spans of these sources in the concatenation of all `spans`, merging neighbours."""
+    places: list[Range] = []
+    at = 0
+    for span in spans:
+        if span.source in group:
+            first = places.pop()[0] if places and places[-1][1] == at else at
+            places.append((first, at + span.length))
+        at += span.length
+    return tuple(places)
+
+
+def _kept(whole: Sequence[Span], ranges: Sequence[Range], group: Sequence[int]) -> tuple[Range, ...]:
+    """The part of `ranges`, positions in all spans of `whole`, that is in those of a group, as positions in these."""
+    kept: list[Range] = []
+    for start, stop in ranges:
+        at = of_group = 0
+        for span in whole:
+            if span.source in group:
+                first, last = max(start - at, 0), min(stop - at, span.length)
+                if first < last:
+                    begin = kept.pop()[0] if kept and kept[-1][1] == of_group + first else of_group + first
+                    kept.append((begin, of_group + last))
+                of_group += span.length
+            at += span.length
+    return tuple(kept)

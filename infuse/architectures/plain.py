@@ -16,6 +16,7 @@ from infuse.architectures.part import COLUMN, VOCAB, Extent, Matrix, PartShape, 
 from infuse.authors import is_librarys
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
+_SCALED = "TextScaledWordEmbedding"  # the end of the names of Gemma's tables, whose rows are multiplied by a number
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,16 @@ class LinearShape(PartShape):
 
 @dataclass(frozen=True)
 class EmbeddingShape(PartShape):
-    """Dimensions of one embedding table. A rank's share is `rows` rows of `all_rows`, starting at `first_row`."""
+    """Dimensions of one embedding table. A rank's share is `rows` rows of `all_rows`, starting at `first_row`.
+
+    `scale`, rounded to the dtype of the rows, multiplies them.
+    """
 
     rows: int
     width: int
     first_row: int = 0
     all_rows: int = 0
+    scale: float = 1.0
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -66,10 +71,21 @@ class EmbeddingShape(PartShape):
 
 
 def embedding_shape(module: nn.Module) -> EmbeddingShape | None:
-    """Shape of a plain nn.Embedding without max_norm; None for any other module."""
-    if type(module) is not nn.Embedding or module.max_norm is not None or patched(module) or changed(module):
+    """Shape of a plain nn.Embedding without max_norm, or of Gemma's scaled one; None for any other module."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or patched(module):
         return None
-    return EmbeddingShape(module.num_embeddings, module.embedding_dim)
+    scale = 1.0 if type(module) is nn.Embedding else _scale_of(module)
+    if scale is None or (type(module) is nn.Embedding and changed(module)):
+        return None
+    return EmbeddingShape(module.num_embeddings, module.embedding_dim, scale=scale)
+
+
+def _scale_of(module: nn.Embedding) -> float | None:
+    """The number by which transformers' class of Gemma's tables multiplies rows; None for another class."""
+    scale = getattr(module, "scalar_embed_scale", None)
+    named = type(module).__name__.endswith(_SCALED) and is_librarys(type(module).forward)
+    held = module._parameters.keys() == {"weight"} and module._buffers.keys() == {"embed_scale"} and not module._modules
+    return float(scale) if named and held and isinstance(scale, (int, float)) else None
 
 
 def patched(module: nn.Module) -> bool:

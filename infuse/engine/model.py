@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from infuse import interrupts
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values
+from infuse.apply.load import planned as planned_load
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -60,9 +61,12 @@ class Prepared:
 def planned(
     model: nn.Module, settings: InferenceConfig, mesh: Mesh | None = None, *, in_pipeline: bool = False
 ) -> Plan:
-    """Plan for `model` on a rank of `mesh` (None: rank 0), without changing the model."""
+    """Plan for `model` on a rank of `mesh` (None: rank 0), without changing the model.
+
+    With a checkpoint in the settings, its headers are read, so that the plan tells which matrices keep their codes.
+    """
     device = Device.of(settings.device or device_of(model))
-    return make_plan(model, settings, device, mesh or settings.ranks.mesh(), in_pipeline=in_pipeline)
+    return planned_load(model, settings, device, mesh or settings.ranks.mesh(), in_pipeline=in_pipeline)
 
 
 def readings_of(model: nn.Module, settings: InferenceConfig) -> Readings:

@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.layer import BIASED, SINGLE, TUPLE, LayerShape
+from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.program import folded, merged, on_ranks, reduces
 from infuse.cache_names import CACHE_NAMES
@@ -59,6 +60,7 @@ class Block(InferenceModule):
         layer: str = "the layer",
         *,
         skips_padding: bool = False,
+        apart: Mapping[str, tuple[Part, ...]] = MappingProxyType({}),
     ):
         super().__init__()
         self.shape = shape
@@ -66,9 +68,10 @@ class Block(InferenceModule):
         self.reduce = group.dense.adds(f"{path}: attention and MLP")
         for name, part in shape.held:
             ranks = group if part.expert_count else group.dense
-            apart = part.matrices and not reduces(shape.program)  # else the block adds up all branches at once
-            combine = ranks.adds(f"{path}.{name}") if apart and ranks.size > 1 else None
-            self.add_module(name, make_part(part, BuildContext(name, formats, bodies, group.dense, combine, index)))
+            adds = part.matrices and not reduces(shape.program)  # else the block adds up all branches at once
+            combine = ranks.adds(f"{path}.{name}") if adds and ranks.size > 1 else None
+            context = BuildContext(name, formats, bodies, group.dense, combine, index, apart=apart)
+            self.add_module(name, make_part(part, context))
         program = on_ranks(shape.program, group.dense.size)
         self._program = merged(program)
         self._steps = compiled(self._program, self.reduce)

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from infuse.architectures.packing import Part
 from infuse.architectures.part import ROW, Matrix, named
+from infuse.layers.joined_linear import JoinedLinear
 from infuse.layers.linear import Linear, QuantizedLinear, make_linear
 from infuse.parallel.group import LOCAL, Combine, Group
 
@@ -22,7 +24,7 @@ class BuildContext:
     """`name` is the part's name in the block, `formats` maps targets in the block to formats, `bodies` ops to bodies.
 
     `combine` adds up the ranks' partial sums; `index` is the layer's index in the cache. `make` makes the layer of a
-    part inside (layers/parts.py).
+    part inside (layers/parts.py). `apart`: path of a matrix in the block → its parts, if these have different formats.
     """
 
     name: str
@@ -32,13 +34,23 @@ class BuildContext:
     combine: Combine | None = None
     index: int | None = None
     make: Callable[[Any, Any], nn.Module] = field(default=_unknown, repr=False, compare=False)
+    apart: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
 
     def of(self, name: str) -> BuildContext:
         """Those of the part `name` inside this one."""
         return replace(self, name=named(self.name, name))
 
-    def linear(self, matrix: Matrix) -> Linear | QuantizedLinear:
+    def linear(self, matrix: Matrix) -> Linear | QuantizedLinear | JoinedLinear:
         """Make the empty linear of a part's matrix. A row-parallel one applies `combine`."""
-        combine = self.combine if matrix.split == ROW else None
-        format = self.formats.get(named(self.name, matrix.weight))
-        return make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, self.bodies, combine)
+        combine, path = self.combine if matrix.split == ROW else None, named(self.name, matrix.target)
+        parts = self.apart.get(path)
+        if parts is None:
+            return self._linear(matrix.outputs, matrix, path, combine)
+        assert combine is None, path
+        return JoinedLinear(
+            [self._linear(part.outputs, matrix, part.path, None) for part in parts], [part.rows for part in parts]
+        )
+
+    def _linear(self, outputs: int, matrix: Matrix, path: str, combine: Combine | None) -> Linear | QuantizedLinear:
+        format = self.formats.get(named(path, "weight"))
+        return make_linear(matrix.inputs, outputs, matrix.bias, format, self.bodies, combine)

@@ -123,12 +123,16 @@ def looked_up(
     Raise IndexError on CPUs if ids are outside of a shared table.
     """
     if combine is None:
-        return rows(index)
+        return _scaled(rows(index), shape)
     if index.device.type == "cpu" and index.numel():  # on other devices the host would have to wait
         check(index, shape.all_rows)
     local = index - shape.first_row
     elsewhere = (local < 0) | (local >= shape.rows)
-    return combine(rows(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
+    return _scaled(combine(rows(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)), shape)
+
+
+def _scaled(found: Tensor, shape: EmbeddingShape) -> Tensor:
+    return found if shape.scale == 1.0 else found * torch.tensor(shape.scale, dtype=found.dtype)
 
 
 def check(index: Tensor, rows: int) -> None:

@@ -30,9 +30,11 @@ class NativePart:
     """A part with a struct in C++. `takes_value`: its step goes over another value of the call.
 
     `mixed`: instances get a class mixed with the original's, so that only their forward identifies what they compute.
+    `fields`: those of other structs that take this one; None: all that there are.
     """
 
     struct: ClassVar[str]
+    fields: ClassVar[frozenset[str] | None] = None
     mixed: ClassVar[bool] = False
     takes_value: ClassVar[bool] = False
 
@@ -225,6 +227,8 @@ class PartWriter:
             raise NotNative(f"{name} is a {type(part).__name__}, which has no struct in C++")
         if overrides_forward(part):
             raise NotNative(f"{name} is a {type(part).__name__} with a forward of its own")
+        if part.fields is not None and (as_field or name) not in part.fields:
+            raise NotNative(f"{name} is a {type(part).__name__}, which C++ does not take there")
         with self.program.inside(as_field or name, part.struct):
             part.native(PartWriter(self.program, part, node))
 

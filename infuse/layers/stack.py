@@ -243,7 +243,8 @@ def _write_norm(to: PartWriter, norm: Any) -> None:
 def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:
     """Whether the kernels compute this embedding."""
     if type(embedding) is QuantizedEmbedding:
-        return embedding._combine is None and embedding.dtype is x_BTC.dtype and _streams(embedding)
+        plain = embedding._combine is None and embedding.shape.scale == 1.0
+        return plain and embedding.dtype is x_BTC.dtype and _streams(embedding)
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     return plain and embedding.weight.dtype is x_BTC.dtype and embedding.weight.is_contiguous()
 

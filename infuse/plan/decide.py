@@ -21,7 +21,6 @@ from infuse.architectures.diffusion import module_spec
 from infuse.architectures.experts import BoundExperts, ExpertsShape, bind_experts, experts_in, is_experts
 from infuse.architectures.module import BoundModule, ModuleSpec
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import LinearShape, changed_linears, embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
@@ -34,18 +33,22 @@ from infuse.layers.experts import Experts
 from infuse.layers.hook import hookable
 from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan.apart import differences as undivided
+from infuse.plan.apart import kept_apart
 from infuse.plan.bytes import bytes_after, parameter_bytes, state_bytes, token_bytes
 from infuse.plan.candidates import Candidate, Place, Table
+from infuse.plan.chosen_format import with_format
 from infuse.plan.dequantized import without_kernels
 from infuse.plan.effects import without_effect
-from infuse.plan.experts import check_counts, idle_ranks
+from infuse.plan.experts import check_counts, formats_of_experts, idle_ranks
 from infuse.plan.facts import Facts
-from infuse.plan.formats import linears_of, matrices_made, matrix_ops
+from infuse.plan.formats import matrices_made, matrix_made, matrix_name, matrix_ops
 from infuse.plan.kinds import BLOCK, SPLIT
 from infuse.plan.plan import Plan
 from infuse.plan.readings import binds_alike
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Left, Step
+from infuse.plan.stored import NOTHING_STORED, StoredFormats
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 
@@ -54,9 +57,17 @@ _NO_BLOCK = "not as a whole block"
 
 
 def make_plan(
-    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, *, in_pipeline: bool = False
+    model: nn.Module,
+    config: InferenceConfig,
+    device: Device,
+    mesh: Mesh = ONE,
+    *,
+    in_pipeline: bool = False,
+    stored: StoredFormats = NOTHING_STORED,
 ) -> Plan:
     """Decide what replaces each module of `model`. The model is not changed.
+
+    `stored`: formats of the checkpoint, in which matrices stay unless the config sets others.
 
     ConfigError if the device cannot compute in the dtype or map experts, or if a pattern of
     `quant.weight.post_init_quant` matches no linear, unless the model is `in_pipeline` beside others, or if
@@ -69,7 +80,7 @@ def make_plan(
             'device="cpu", or leave experts out'
         )
     check_counts(model, config)
-    facts = Facts(model, config, device, dtype, mesh)
+    facts = Facts(model, config, device, dtype, mesh, stored)
     walk = _Walk(facts)
     notes: list[str] = []
     if library := quantized_by(model):
@@ -91,16 +102,7 @@ def make_plan(
         steps=steps,
         left=candidate.left,
         declined=candidate.declined,
-        notes=(
-            *config.notes(device),
-            *idle_ranks(mesh, steps),
-            *notes,
-            *without_effect(model, config, device, steps),
-            *sharing.notes(),
-            *facts.formats.idle(device, dtype),
-            *adapter_notes(model),
-            *without_kernels(candidate.choices, steps, device),
-        ),
+        notes=(*_notes(facts, candidate, notes), *sharing.notes()),
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype, sharing),
         mesh=mesh,
@@ -108,6 +110,20 @@ def make_plan(
         token_bytes=token_bytes(steps, dtype, kv_cache),
         state_bytes=state_bytes(steps),
         places=candidate.places,
+        stored=stored,
+    )
+
+
+def _notes(facts: Facts, candidate: Candidate, on_patterns: list[str]) -> tuple[str, ...]:
+    model, config, device, steps = facts.model, facts.config, facts.device, candidate.steps
+    return (
+        *config.notes(device),
+        *idle_ranks(facts.mesh, steps),
+        *on_patterns,
+        *without_effect(model, config, device, steps),
+        *facts.formats.idle(device, facts.dtype),
+        *adapter_notes(model),
+        *without_kernels(candidate.choices, steps, device),
     )
 
 
@@ -159,8 +175,9 @@ class _Walk:
 
     def of_table(self, table: Table) -> Step | Left:
         """Decide for an embedding whose weight no head shares."""
-        if self.facts.mesh.tp > 1 and table.path == self.facts.table:
-            return self.embedding(table.path)
+        stored = self.facts.formats.kept(table.path)
+        if stored is not None or (self.facts.mesh.tp > 1 and table.path == self.facts.table):
+            return self.embedding(table.path, stored=stored)
         return Left(table.path, table.why_left)
 
     def take(self, path: str, ways: tuple[_Way, ...]) -> tuple[_Way, ...]:
@@ -263,7 +280,7 @@ class _Walk:
             return
         why = f"{type(module).__name__} is in no layer that has a spec"
         in_component, is_table = is_component(self.facts.model), self.facts.mesh.tp > 1 and path == self.facts.table
-        shares = path in self.facts.tied and not in_component
+        shares = (path in self.facts.tied or self.facts.formats.kept(path) is not None) and not in_component
         if (is_table or shares) and embedding_shape(module) is not None:
             self.entries.append(Table(path, why))
         elif in_component and path:
@@ -306,13 +323,12 @@ class _Walk:
 
         `moved`: paths of the modules whose hooks move to the new one. `library`: the package of the spec's class.
         """
-        made = matrices_made(bound.fills, bound.shape)
-        differences = [text for fill, _ in made if (text := self.facts.formats.difference(fill, path))]
+        made, formats = matrices_made(bound.fills, bound.shape), self.facts.formats
+        differences = undivided(bound.fills, bound.shape, formats, path)
         differences += self.facts.of_dtype(bound.shape, [fill for fill, _ in made], path)
         if differences := differences + self.facts.users_own.inside(module, moved, library):
             raise SpecMismatch(type(module).__name__, differences)
-        inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
-        multiples = {matrix.weight: self.facts.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
+        multiples = {matrix.weight: formats.multiple_of(fill, path, matrix.inputs) for fill, matrix in made}
         ranks, grain = self.facts.ranks(bound.shape.expert_count > 0), self.facts.grain
         return [layer_part(bound.shape, bound.fills, rank, grain=grain, multiples=multiples) for rank in ranks]
 
@@ -382,7 +398,8 @@ class _Walk:
         """Return this rank's shape, its fills with formats, and the whole shape if ranks share the module."""
         part = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
-        formatted = [self.with_format(fill, whole, shapes, path) for fill in part.fills]
+        divided = kept_apart(part.fills, whole, self.facts.formats, self.facts.model, path)
+        formatted = [self.with_format(fill, divided, whole, shapes, path) for fill in divided]
         fills = tuple(replace(fill, exact=bool(self.facts.kept(path, fill))) for fill in formatted)
         return part.shape, fills, whole if len(parts) > 1 else None
 
@@ -430,7 +447,7 @@ class _Walk:
             step = Step(name, "Linear", part, fills, bodies, "a linear outside of blocks", whole=whole)
             self.entries.append(step)
             if split or fills[0].format:
-                self.entries += [self.embedding(other, name, fills[0].format) for other in others]
+                self.entries += [self.embedding(other, name, fills[0]) for other in others]
         elif len(self.entries) == told:
             self.leave(name, "nothing to gain: PyTorch's own linear is the best body here")
 
@@ -457,17 +474,12 @@ class _Walk:
         except SpecMismatch as mismatch:
             self.leave(path, f"its experts stay: {mismatch}")
             return
-        made = matrices_made(bound.fills, bound.shape)
         if exact := [source for fill in bound.fills for source in self.facts.kept(path, fill)]:
             self.leave(path, f"its experts stay: {exact[0]} stays in float32, as transformers loads it")
             return
-        asked = {matrix.target: self.facts.formats.of_fill(fill, path) for fill, matrix in made}
-        format = asked["up"]
-        if format != asked["down"]:
-            self.leave(path, f"in {self.facts.dtype}: up in {format} and down in {asked['down']} need one format")
-            format = None
-        if format is None and self.facts.formats.left_alone(linears_of(bound.fills[0], path)[0]):
-            self.leave(path, f"in {self.facts.dtype}: quant.weight.post_init_quant leaves it alone")
+        asked, why = formats_of_experts(bound, self.facts.formats, path)
+        if why:
+            self.leave(path, f"in {self.facts.dtype}: {why}")
         try:
             parts = self.expert_parts(bound, path)
         except SpecMismatch as mismatch:
@@ -475,10 +487,9 @@ class _Walk:
             parts = [RankShare(bound.shape, bound.fills)]
         shapes: list[Any] = [part.shape for part in parts]
         formats: dict[str, QuantFormat] = {}
-        if format is not None:
-            shared = len(parts) > 1
-            matrices = bound.shape.matrices
-            formats = {matrix.weight: format.of_part(matrix.inputs) if shared else format for matrix in matrices}
+        if asked:
+            shared, matrices = len(parts) > 1, bound.shape.matrices
+            formats = {m.weight: asked[m.weight].of_part(m.inputs) if shared else asked[m.weight] for m in matrices}
             parts_of = [matrix for shape in shapes for matrix in shape.matrices]
             tried = [(matrix.target, formats[matrix.weight].fits(matrix.inputs)) for matrix in parts_of]
             misfits = dict.fromkeys(f"{target}: {reason}" for target, reason in tried if reason)
@@ -486,8 +497,7 @@ class _Walk:
                 self.leave(path, f"in {self.facts.dtype}: {'; '.join(misfits)}")
                 formats = {}
         part = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
-        texts = {weight: str(format) for weight, format in formats.items()}
-        fills = tuple(replace(fill, format=texts.get(fill.target)) for fill in part.fills)
+        fills = tuple(self.facts.formats.as_stored(fill, path, formats.get(fill.target)) for fill in part.fills)
         bodies = self.bodies(matrix_ops(fills, bound.shape))
         if formats:
             bodies = self.fitting(bodies, shapes, formats)
@@ -502,7 +512,8 @@ class _Walk:
 
     def expert_parts(self, bound: BoundExperts, path: str) -> list[RankShare]:
         """Return each rank's part of the experts at `path`. SpecMismatch if there are too few."""
-        multiples = {matrix.weight: self.facts.formats.multiple(path, matrix.inputs) for matrix in bound.shape.matrices}
+        made, multiple = matrices_made(bound.fills, bound.shape), self.facts.formats.multiple_of
+        multiples = {matrix.weight: multiple(fill, path, matrix.inputs) for fill, matrix in made}
         return [
             experts_part(bound.shape, bound.fills, rank, grain=self.facts.grain, multiples=multiples)
             for rank in self.facts.ranks(has_experts=True)
@@ -526,14 +537,16 @@ class _Walk:
             chosen["quantized_experts"] = ops.REFERENCE
         return tuple(chosen.items())
 
-    def embedding(self, path: str, head: str = "", format: str | None = None) -> Step:
-        """Return the step for an embedding that ranks share, or that is tied to a quantized or shared `head`."""
+    def embedding(self, path: str, head: str = "", of_head: Fill | None = None, stored: str | None = None) -> Step:
+        """Return the step for an embedding that ranks share, that a quantized or shared `head` shares, or in codes."""
         whole = embedding_shape(self.facts.model.get_submodule(path))
         assert whole is not None, path
         part = plain_part(whole, self.facts.mesh, self.facts.grain)
-        fills = tuple(replace(fill, format=format) for fill in part.fills)
+        format, as_stored = (of_head.format, of_head.as_stored) if of_head else (stored, stored is not None)
+        fills = tuple(replace(fill, format=format, as_stored=as_stored) for fill in part.fills)
         what = "quantized weight" if format else "rows"
-        why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
+        own = "each rank has some of its rows" if self.facts.mesh.tp > 1 else "looks its rows up in the stored codes"
+        why = f"looks its rows up in the {what} of {head}" if head else own
         bodies = self.bodies(matrix_ops(fills, part.shape))
         shared = whole if self.facts.mesh.tp > 1 else None
         return Step(path, "Embedding", part.shape, fills, bodies, why, shares=head, whole=shared)
@@ -555,36 +568,23 @@ class _Walk:
                 name = type(model.get_submodule(path)).__name__
                 self.entries.append(Step(path, name, None, (), bodies, why))
 
-    def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
+    def with_format(self, fill: Fill, fills: tuple[Fill, ...], whole: Shape, shapes: list[Shape], path: str) -> Fill:
         """Add the quantization format to `fill`, if it makes a matrix that the format fits on every rank."""
-        matrix = matrix_of(whole, fill.target)
-        if matrix is None:
+        fill, why = with_format(fill, fills, whole, shapes, self.facts.formats, path)
+        if why:
+            target = matrix_name(fill) if fill.part else fill.target
+            self.leave(f"{path}: {target}", f"in {self.facts.dtype}: {why}")
+        if fill.format is None:
             return fill
-        format = self.facts.formats.of_fill(fill, path)
-        if format is None:
-            if self.facts.formats.left_alone(linears_of(fill, path)[0]):
-                self.leave(
-                    f"{path}: {fill.target}", f"in {self.facts.dtype}: quant.weight.post_init_quant leaves it alone"
-                )
-            return fill
-        if matrix.unquantized:
-            self.leave(f"{path}: {fill.target}", f"in {self.facts.dtype}: {matrix.unquantized}")
-            return fill
-        format = format.of_part(matrix.inputs) if fill.cut is not None and fill.cut.axis == 1 else format
-        # Experts take a format in both of their matrices or in none.
-        of_experts = [other.weight for other in whole.matrices if other.op == "experts"]
-        targets = of_experts if matrix.op == "experts" else [fill.target]
-        made = [matrix_of(shape, target) for shape in shapes for target in targets]
-        widths = [part.inputs for part in made if part is not None]
-        if reason := next((reason for width in widths if (reason := format.fits(width))), None):
-            self.leave(f"{path}: {fill.target}", f"in {self.facts.dtype}: {reason}")
-            return fill
+        matrix, format = matrix_made(fill, whole), quant_format(fill.format)
+        assert matrix is not None, fill
+        widths = [part.inputs for shape in shapes if (part := matrix_made(fill, shape)) is not None]
         for name, body in self.bodies((f"quantized_{matrix.op}",) if matrix.op == "experts" else ("quantized_linear",)):
             layout = ops.registered()[name].bodies[body].layout
             self.unfit |= {
                 (name, body, reason): None for width in widths if layout and (reason := layout.declines(format, width))
             }
-        return replace(fill, format=str(format))
+        return fill
 
     def bodies(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
         for name in names:

@@ -10,6 +10,7 @@ from torch import nn
 from infuse import native, ops
 from infuse.device import Device
 from infuse.plan.step import Step
+from infuse.quant.parse import quant_format
 
 
 def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
@@ -31,19 +32,22 @@ def without_kernels(choices: Mapping[str, ops.Choice | None], steps: Iterable[St
             *without_kernels({**choices, "quantized_experts": None}, steps, device),
         ]
     choice, formats = choices.get("quantized_linear"), [format for step in steps for format in step.formats.values()]
-    if choice is None or not formats or device.kind != "cpu":
+    if choice is None or not formats or device.kind != "cpu" or choice.body not in (*ops.HELD, ops.REFERENCE):
         return []
-    declined, what = dict(choice.declined), ", ".join(dict.fromkeys(formats))
+    declined, notes = dict(choice.declined), list[str]()
     why = f"No kernels: {declined.get('cpu')}"
     if native.needs(device, torch.float32) is not None:  # otherwise only this dtype has no kernels
         why += ". `infuse env` says what there is, `infuse build` builds them"
-    if choice.body in ops.HELD:
-        dtype = choice.body.removeprefix("dequantized_")
-        told = f"the weights are rounded to the format and held in {dtype}: as fast as the original, but not smaller"
-        return [f"{what}: {told}. {why}"]
-    if choice.body == ops.REFERENCE:
+    held = [format for format in formats if choice.body in ops.HELD and quant_format(format).has_nearest]
+    if held:
+        dtype, rounds = choice.body.removeprefix("dequantized_"), any(step.rounded for step in steps)
+        made = "rounded to the format" if rounds else "dequantized"
+        told = f"the weights are {made} and held in {dtype}: as fast as the original, but not smaller"
+        notes.append(f"{', '.join(dict.fromkeys(held))}: {told}. {why}")
+    if slow := dict.fromkeys(format for format in formats if format not in held):
         reasons = (declined[body] for body in ops.HELD if body in declined)
-        room = next((f", and it is not held dequantized: {reason}" for reason in reasons), "")
+        reason = next(reasons, "its codes cannot be found again from values" if choice.body in ops.HELD else "")
+        room = f", and it is not held dequantized: {reason}" if reason else ""
         told = f"each call dequantizes every weight, up to 45 times slower than without quant{room}"
-        return [f"SLOW: {what}: {told}. {why}"]
-    return []
+        notes.append(f"SLOW: {', '.join(slow)}: {told}. {why}")
+    return notes

@@ -1,4 +1,4 @@
-"""A model's experts: check their number against the config, and describe how ranks share them."""
+"""A model's experts: check their number against the config, choose formats, describe how ranks share them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from infuse.architectures.deepspeed import routed_in
-from infuse.architectures.experts import experts_in
+from infuse.architectures.experts import BoundExperts, experts_in
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import PartShape
 from infuse.config.inference import InferenceConfig
 from infuse.errors import ConfigError
 from infuse.parallel.mesh import Mesh
+from infuse.plan.formats import Formats, linears_of, matrices_made
 from infuse.plan.found import grouped
 from infuse.plan.step import Step
+from infuse.quant.format import QuantFormat
 
 
 def check_counts(model: nn.Module, config: InferenceConfig) -> None:
@@ -46,3 +48,19 @@ def share_text(counts: Sequence[int], slices: int) -> str:
     each = str(counts[0]) if len(set(counts)) == 1 else " or ".join(str(count) for count in sorted(set(counts)))
     text = f"{each} of {sum(counts)} experts on a rank" if len(counts) > 1 else "each expert"
     return f"{text} in {slices} slices" if slices > 1 else text
+
+
+def formats_of_experts(bound: BoundExperts, formats: Formats, path: str) -> tuple[dict[str, QuantFormat], str]:
+    """Weight → format of the experts at `path`, of both matrices or of none; if none, why, unless none was asked."""
+    made = matrices_made(bound.fills, bound.shape)
+    asked = {matrix.weight: formats.of_fill(fill, path) for fill, matrix in made}
+    if found := {weight: format for weight, format in asked.items() if format is not None}:
+        if len(found) == len(asked):
+            return found, ""
+        told = " and ".join(f"{matrix.target} in {asked[matrix.weight] or 'none'}" for _, matrix in made)
+        return {}, f"{told}: both need a format"
+    for fill, _ in made:
+        if differing := formats.difference(fill, path):
+            return {}, differing
+    alone = formats.left_alone(linears_of(bound.fills[0], path)[0])
+    return {}, "quant.weight.post_init_quant leaves it alone" if alone else ""

@@ -27,18 +27,27 @@ from infuse.plan.experts import share_text
 from infuse.plan.formats import Formats
 from infuse.plan.found import path_of, shared_weights
 from infuse.plan.readings import Readings
+from infuse.plan.stored import StoredFormats
 from infuse.plan.unknown import Splits
 from infuse.plan.users_own import UsersOwn
 
 
 class Facts:
-    """Facts about an unchanged model, for one rank of `mesh` on `device` in `dtype`."""
+    """Facts about an unchanged model, for one rank of `mesh` on `device` in `dtype`, and what its checkpoint stores."""
 
-    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, mesh: Mesh):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: InferenceConfig,
+        device: Device,
+        dtype: torch.dtype,
+        mesh: Mesh,
+        stored: StoredFormats,
+    ):
         self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
         self.tied = shared_weights(model)
         self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
-        self.formats = Formats(config, self.head)
+        self.formats = Formats(config, self.head, stored)
         self.grain = config.tensor_parallel.tp_grain_size
         self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
         self.exact = kept_in_float32(model, dtype)

@@ -1,16 +1,17 @@
-"""Look up the quantization format of each matrix, as configured for the linears that it is made from."""
+"""Look up the quantization format of each matrix: as configured for its linears, or as a checkpoint stores them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from infuse import ops
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import HasMatrices, Matrix
+from infuse.architectures.part import HasMatrices, Matrix, matrix_of, named
 from infuse.config import keys as config_keys
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -18,8 +19,10 @@ from infuse.layers.experts import experts_op
 from infuse.layers.linear import linear_op
 from infuse.native import keeps_activations
 from infuse.plan.found import grouped
+from infuse.plan.stored import NOTHING_STORED, StoredFormats
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
+from infuse.weights.lazy import stored_alike
 
 _KEY = "quant.weight.post_init_quant"
 
@@ -28,25 +31,34 @@ class Formats:
     """Looks up the format of each linear of one model, and checks that every pattern matches a linear.
 
     As in DeepSpeed, a pattern matches every linear whose path contains it. `head` is the path of the output layer:
-    there, a format below 8 bits becomes int8 if it is set for all matrices, but not if it is set by name.
+    there, a format below 8 bits becomes int8 if it is set for all matrices, but not if it is set by name. `stored` has
+    the formats of the checkpoint, which are kept, also at the head, unless the config sets another one.
     """
 
-    def __init__(self, config: InferenceConfig, head: str | None):
+    def __init__(self, config: InferenceConfig, head: str | None, stored: StoredFormats = NOTHING_STORED):
         self._everywhere, self._by_name, self._head = config.weight_format, config.module_formats, head
+        self._stored = stored
         self._linears: dict[str, None] = {}  # in the order of the lookups
 
-    def of(self, path: str) -> QuantFormat | None:
-        """Format of the linear at `path`; None for the compute dtype."""
+    def of(self, path: str, tensor: str = "") -> QuantFormat | None:
+        """Format of the linear at `path`, whose weight is `tensor` in the model; None for the compute dtype."""
         self._linears[path] = None
-        named = self._named(path)
-        if named:
-            return None if named[0] is None else quant_format(named[0])
+        named_formats = self._named(path)
+        if named_formats:
+            return None if named_formats[0] is None else quant_format(named_formats[0])
         if self._everywhere is None:
-            return None
+            stored = self._stored.formats.get(tensor or named(path, "weight"))
+            return None if stored is None else quant_format(stored)
         format = quant_format(self._everywhere)
         if path == self._head and format.bits < 8:
             return replace(quant_format("int8"), activation_bits=format.activation_bits)
         return format
+
+    def kept(self, path: str) -> str | None:
+        """Format in which the table at `path` is stored, unless the config sets formats for all matrices or by name."""
+        if self._everywhere is not None or self._named(path):
+            return None
+        return self._stored.formats.get(named(path, "weight"))
 
     def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
         """Notes on formats whose 8-bit activations have no effect on the device."""
@@ -59,24 +71,63 @@ class Formats:
         """Whether a pattern exempts the linear at `path` from quantization."""
         return None in self._named(path)
 
-    def of_fill(self, fill: Fill, path: str) -> QuantFormat | None:
-        """Format of the matrix that `fill` merges from linears below `path`; `difference` says if these disagree."""
-        return [self.of(source) for source in linears_of(fill, path)][0]
+    def of_sources(self, fill: Fill, path: str) -> list[QuantFormat | None]:
+        """Formats of the linears below `path` whose weights `fill` reads."""
+        tensors = [named(path, source) for source in fill.sources]
+        return [self.of(linear, tensor) for linear, tensor in zip(linears_of(fill, path), tensors, strict=True)]
 
-    def multiple(self, path: str, inputs: int) -> int:
+    def of_fill(self, fill: Fill, path: str) -> QuantFormat | None:
+        """Format of the matrix that `fill` merges from linears below `path`; None if they differ: see `difference`."""
+        formats = self.of_sources(fill, path)
+        return formats[0] if len(set(formats)) == 1 else None
+
+    def groups(self, fill: Fill, path: str) -> tuple[tuple[int, ...], ...]:
+        """Group the numbers of the sources of `fill` by format, in order.
+
+        Only neighbours form a group, whose rows then are neighbours, too; but if the fill orders `rows`, any sources.
+        """
+        groups: list[tuple[QuantFormat | None, list[int]]] = []
+        for number, format in enumerate(self.of_sources(fill, path)):
+            near = [group for other, group in (groups if fill.rows else groups[-1:]) if other == format]
+            if near:
+                near[0].append(number)
+            else:
+                groups.append((format, [number]))
+        return tuple(tuple(group) for _, group in groups)
+
+    def is_as_stored(self, fill: Fill, path: str, format: QuantFormat) -> bool:
+        """Whether the checkpoint stores all sources of `fill`, in the module at `path`, in this format."""
+        stored = [self._stored.formats.get(named(path, source)) for source in fill.sources]
+        return all(text is not None and stored_alike(text, str(format)) for text in stored)
+
+    def as_stored(self, fill: Fill, path: str, format: QuantFormat | None) -> Fill:
+        """Return `fill` with this format."""
+        if format is None:
+            return replace(fill, format=None)
+        return replace(fill, format=str(format), as_stored=self.is_as_stored(fill, path, format))
+
+    def multiple(self, path: str, inputs: int, tensor: str = "") -> int:
         """Group size of the linear at `path`: a rank's part of its `inputs` must be a multiple of it."""
-        format = self.of(path)
+        format = self.of(path, tensor)
         return 1 if format is None else format.unit(inputs)
 
+    def multiple_of(self, fill: Fill, path: str, inputs: int) -> int:
+        """`multiple` for a matrix that `fill` makes from linears below `path`, whose formats need not be the same."""
+        formats = {format for format in self.of_sources(fill, path) if format is not None}
+        return math.lcm(*(format.unit(inputs) for format in formats))
+
     def difference(self, fill: Fill, path: str) -> str | None:
-        """Return why `fill` cannot merge its linears (formats set by name differ); None if it can."""
-        sources = linears_of(fill, path)
-        chosen = [str(self.of(source) or "the compute dtype") for source in sources]
+        """Return why `fill` cannot merge its linears into one matrix (formats differ); None if it can."""
+        chosen = [str(format or "the compute dtype") for format in self.of_sources(fill, path)]
         if len(set(chosen)) == 1:
             return None
-        names = [source.removeprefix(f"{path}.") for source in sources]
+        names = [source.removeprefix(f"{path}.") for source in linears_of(fill, path)]
         told = ", ".join(f"{name} in {format}" for name, format in zip(names, chosen, strict=True))
         return f"{told} cannot be one matrix"
+
+    def differs_by_name(self, fill: Fill, path: str) -> bool:
+        """Whether the config sets different formats for the linears of `fill` by name."""
+        return len({*map(tuple, map(self._named, linears_of(fill, path)))}) > 1
 
     def check(self, model: nn.Module, *, among_others: bool) -> list[str]:
         """Return notes on patterns that match only tables.
@@ -114,10 +165,37 @@ def linears_of(fill: Fill, path: str) -> list[str]:
     return [".".join(part for part in (path, owner) if part) for owner in owners]
 
 
+def matrix_name(fill: Fill) -> str:
+    """Name of the matrix that `fill` builds; of a part of one, with the linears that it has."""
+    if fill.part is None:
+        return fill.target.removesuffix(".weight")
+    linears = [source.removesuffix(".weight").rpartition(".")[2] for source in fill.sources]
+    return f"{fill.part.matrix} ({', '.join(linears)})"
+
+
+def matrix_made(fill: Fill, shape: HasMatrices) -> Matrix | None:
+    """The matrix of `shape`, or the part of one, whose weight `fill` builds; None for any other parameter."""
+    if fill.part is None:
+        return matrix_of(shape, fill.target)
+    whole = matrix_of(shape, named(fill.part.matrix, "weight"))
+    if whole is None or fill.target != named(fill.part.path, "weight"):
+        return None
+    return replace(whole, target=fill.part.path, outputs=fill.part.outputs, extents=())
+
+
 def matrices_made(fills: Iterable[Fill], shape: HasMatrices | None) -> list[tuple[Fill, Matrix]]:
-    """List the fills that build a matrix of `shape`, each with that matrix."""
-    by_weight = {} if shape is None else {matrix.weight: matrix for matrix in shape.matrices}
-    return [(fill, by_weight[fill.target]) for fill in fills if fill.target in by_weight]
+    """List the fills that build a matrix of `shape`, each with that matrix, or with the part that it builds."""
+    if shape is None:
+        return []
+    listed = _Listed(shape.matrices)
+    return [(fill, matrix) for fill in fills if (matrix := matrix_made(fill, listed)) is not None]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The matrices of a shape, which computes them anew each time."""
+
+    matrices: tuple[Matrix, ...]
 
 
 def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
@@ -126,7 +204,7 @@ def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
     multiplied = [linear_op(fill.format) for fill, matrix in made if matrix.op == "linear"]
     chosen = [experts_op(fill.format) for fill, matrix in made if matrix.op == "experts"]
     looked_up = ["quantized_embedding" for fill, matrix in made if matrix.op == "embedding" and fill.format]
-    quantized = ["quantize"] if any(fill.format for fill, _ in made) else []
+    quantized = ["quantize"] if any(fill.format and not fill.as_stored for fill, _ in made) else []
     return tuple(dict.fromkeys((*multiplied, *chosen, *looked_up, *quantized)))
 
 

@@ -16,8 +16,10 @@ from infuse.ops.op import DEQUANTIZED
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.candidates import Candidate, Place
 from infuse.plan.digest import digest_of
+from infuse.plan.formats import matrix_name
 from infuse.plan.found import grouped
 from infuse.plan.step import Left, Step
+from infuse.plan.stored import NOTHING_STORED, StoredFormats
 
 # A plan's text ends with an explanation of the words in it.
 _WORDS = {
@@ -48,7 +50,7 @@ class Plan:
     `before_bytes` and `after_bytes` count parameters and buffers; the latter include `mapped_bytes` of mapped experts.
     `kv_cache`: format of our cache (None: `dtype`). `token_bytes`: bytes per cached token in `dtype` and in `kv_cache`.
     `state_bytes`: recurrent state per sequence, independent of its length. `places`: those with further candidates,
-    until the plan is proven.
+    until the plan is proven. `stored`: formats of the checkpoint that the plan was made for.
     """
 
     model: str
@@ -67,6 +69,7 @@ class Plan:
     token_bytes: tuple[int, int] = (0, 0)
     state_bytes: int = 0
     places: tuple[Place, ...] = field(default=(), compare=False)
+    stored: StoredFormats = NOTHING_STORED
 
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks with the same decision."""
@@ -202,15 +205,18 @@ def _legend(plan: Plan) -> list[str]:
 
 def _formats_text(step: Step) -> str:
     """Format each number format with its bytes in one such module, and with its matrices if formats differ."""
-    by_format: dict[str, list[tuple[str, int]]] = {}
-    for target, format, size in step.matrices:
-        if format:
-            by_format.setdefault(format, []).append((target.removesuffix(".weight"), size))
+    by_format: dict[tuple[str, bool], list[tuple[str, int]]] = {}
+    sizes = {target: size for target, _, size in step.matrices}
+    for fill, _ in step.made:
+        if fill.format:
+            by_format.setdefault((fill.format, fill.as_stored), []).append((matrix_name(fill), sizes[fill.target]))
     parts = []
-    for format, members in sorted(by_format.items()):
-        where = "" if len(members) == len(step.matrices) else f" for {' and '.join(name for name, _ in members)}"
+    for (format, as_stored), members in sorted(by_format.items()):
+        where = "" if len(members) == len(sizes) else f" for {' and '.join(name for name, _ in members)}"
+        taken = ", taken as it is," if as_stored else ""
         size = sum(size for _, size in members)
-        parts.append(f"{format}{where} " + (f"{size / 1e6:,.1f} MB, " if size >= 1e6 else f"{size / 1e3:,.1f} kB, "))
+        told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+        parts.append(f"{format}{where}{taken} {told}, ")
     return "".join(parts)
 
 

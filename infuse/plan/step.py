@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.packing import Fill
+from infuse.architectures.packing import Fill, Part
 from infuse.architectures.part import Matrix
 from infuse.architectures.ranks import Shape
 from infuse.architectures.split import SplitShape
 from infuse.plan.formats import matrices_made, quantized_bytes
 from infuse.plan.kinds import KINDS, Kind, shape_class
+from infuse.quant.parse import quant_format
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,23 @@ class Step:
     def formats(self) -> dict[str, str]:
         """Target weight → quantization format."""
         return {fill.target: fill.format for fill in self.fills if fill.format}
+
+    @property
+    def rounded(self) -> dict[str, str]:
+        """Target weight → format, of those that round: codes that are not those of the sources, or activations."""
+        return {
+            fill.target: fill.format
+            for fill in self.fills
+            if fill.format and not (fill.as_stored and quant_format(fill.format).activation_bits == 16)
+        }
+
+    @property
+    def apart(self) -> dict[str, tuple[Part, ...]]:
+        """Merged matrix, by its path, → its parts, if their formats differ."""
+        parts: dict[str, dict[int, Part]] = {}
+        for part in (fill.part for fill in self.fills if fill.part is not None):
+            parts.setdefault(part.matrix, {})[part.number] = part
+        return {matrix: tuple(of_matrix.values()) for matrix, of_matrix in parts.items()}
 
     @property
     def made(self) -> list[tuple[Fill, Matrix]]:

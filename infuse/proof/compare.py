@@ -181,12 +181,12 @@ def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> s
 def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
     """Return why `new`, as it will run, is too far from the original in float32; None if it is close enough."""
     # Matrices are rounded independently, so the squares of their errors add up. Experts are nothing but products: the
-    # errors of gate and up, which are one matrix, both count in full.
-    formats = [*step.formats.values()]
+    # errors of gate and up, which are one matrix, both count in full. Codes that are copied round nothing.
+    formats = [*step.rounded.values()]
     if isinstance(step.shape, ExpertsShape) and step.shape.gate.gated:
-        formats += formats[:1]
+        formats += [format for target, format in step.rounded.items() if target == "up.weight"]
     if has_state(step):  # what a state gives is a product of queries, keys and values, rounded in one matrix each
-        formats += [format for target, format in step.formats.items() if target.endswith(".in.weight")] * 2
+        formats += [format for target, format in step.rounded.items() if target.endswith(".in.weight")] * 2
     quantized = math.hypot(*(quant_format(format).proof_tolerance for format in formats))
     own = wanted.own_error
     if has_state(step):  # what a call rounds stays in the state, and may be seen in any later call

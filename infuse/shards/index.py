@@ -97,7 +97,8 @@ class SavedFile(_Record):
 class SavedIndex(_Record):
     """The contents of the index: the executed `steps` by path, and one file per rank.
 
-    `interpretations` names the proven interpretation of each layer without a spec that ranks split.
+    `interpretations` names the proven interpretation of each layer without a spec that ranks split. `stored`: formats
+    of the checkpoint that the plan was made for.
     """
 
     format: str
@@ -108,6 +109,7 @@ class SavedIndex(_Record):
     steps: dict[str, SavedStep]
     interpretations: dict[str, tuple[str, ...]]
     files: Annotated[tuple[SavedFile, ...], Field(min_length=1)]
+    stored: dict[str, Annotated[str, BeforeValidator(parse_format)]] = {}
 
     @property
     def layouts(self) -> dict[str, str]:

@@ -59,6 +59,8 @@ def save(
         "steps": steps,
         "interpretations": interpretations,
     }
+    if plan.stored.formats:
+        index["stored"] = dict(plan.stored.formats)
     write_shards(Path(folder), list(_bundles(model, plan, laid)), cuts(plan), index, group=group, progress=progress)
 
 
@@ -218,7 +220,7 @@ def _entries(step: Step, laid: Mapping[str, QuantizedExpertMatrix]) -> dict[str,
 
 def kind_of(step: Step) -> str:
     """Digest of the meaning of all ranks' stored tensors: the whole shape, and how matrices are built."""
-    fills = tuple(replace(fill, cut=None, format=None) for fill, _ in step.made)
+    fills = tuple(replace(fill, cut=None, format=None, part=None, as_stored=False) for fill, _ in step.made)
     return digest_of(step.depth, step.whole or step.shape, fills)
 
 

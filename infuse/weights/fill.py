@@ -113,15 +113,19 @@ def _copied(fill: Fill, target: Joined, dtype: torch.dtype | None) -> Tensor:
     return whole
 
 
-def quantized(fill: Fill, source: Lookup, quantize: Callable, rows: int | None) -> Iterator[QuantizedWeight]:
+def quantized(
+    fill: Fill, source: Lookup, quantize: Callable, rows: int | None, *, only_copies: bool = False
+) -> Iterator[QuantizedWeight]:
     """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part).
 
-    Sources already stored in the target's format are not requantized: their codes are copied.
+    Sources already stored in the target's format are not requantized: their codes are copied. `only_copies`: they are.
     """
     assert fill.format is not None, fill
     format, target = quant_format(fill.format), target_of(fill, source)
     coded, inputs = target.coded, target.shape[1]
-    if coded is not None and stored_alike(coded.format, fill.format):
+    is_alike = coded is not None and stored_alike(coded.format, fill.format)
+    assert is_alike or not only_copies, (fill, coded and coded.format)
+    if coded is not None and is_alike:
         for part in _row_parts(fill, target, rows):
             tensors = {name: buffer.read((part,)).contiguous() for name, buffer in coded.buffers.items()}
             yield QuantizedWeight.of(tensors, (part.stop - part.start, inputs), format)
@@ -183,7 +187,7 @@ def fill_module(
     for fill in fills:
         place, leaf = place_of(module, fill.target)
         if fill.format is not None:
-            place.hold(quantized(fill, source, quantize, place.part_rows))
+            place.hold(quantized(fill, source, quantize, place.part_rows, only_copies=fill.as_stored))
             continue
         into = torch.float32 if fill.exact else dtype
         value = filled(fill, source, None if leaf in place._buffers else into)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +63,9 @@ class Coded:
 
 
 class TensorFile(Protocol):
-    """An open file of tensors: `stored` lists them, `read` reads one."""
+    """The open file at `path`: `stored` lists its tensors, `read` reads one."""
+
+    path: Path
 
     @property
     def stored(self) -> Mapping[str, Stored]: ...
@@ -92,11 +95,10 @@ class FileTensor:
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """A tensor that is in memory; `read` returns it, or a view of it."""
+    """A tensor that is in memory; `read` returns it, or a view of it. `coded`: the codes of which it was made."""
 
     tensor: Tensor
-
-    coded = None
+    coded: Coded | None = None
 
     @property
     def shape(self) -> Shape:

@@ -233,15 +233,15 @@ class CheckpointLoader(LayerSource):
     def tensors(self, path: str) -> Lookup:
         """Look up a layer's tensors by their names in it: in the model if already placed, else in the checkpoint.
 
-        Coded tensors are also taken from the checkpoint while the model has their values for a proof.
+        Coded tensors keep their codes, also while the model has their values, for a proof or in another place.
         """
         module = self.model.get_submodule(path)
 
         def lookup(name: str) -> LazyTensor:
             tensor, stored = tensor_at(module, name), self._tensors.get(f"{path}.{name}")
-            if stored is not None and (tensor.is_meta or (id(tensor) in self._loaded and stored.coded is not None)):
+            if stored is not None and tensor.is_meta:
                 return stored
-            return InMemory(tensor)
+            return InMemory(tensor, None if stored is None else stored.coded)
 
         return lookup
 

@@ -15,7 +15,7 @@ import infuse
 from infuse.errors import ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.formats import linears_of
-from infuse.plan.kinds import BLOCK, LINEAR
+from infuse.plan.kinds import BLOCK
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME, inputs
 
@@ -152,22 +152,23 @@ def test_one_layer_alone() -> None:
 
 
 def test_matrices_that_blocks_merge_and_names_tell_apart_stay_apart() -> None:
-    """A block merges q, k and v: if their formats differ, the layer's linears are replaced one by one."""
-    names = {"0.self_attn.k_proj": "int4:32", "0.self_attn.v_proj": None}
-    engine = engine_of("llama", {"format": "int8", "weight": {"post_init_quant": names}})
+    """A block merges q, k and v: if their formats differ, it keeps those apart that differ."""
+    names = {"0.self_attn.k_proj": "int4:32", "0.self_attn.v_proj": None, "1.mlp.up_proj": "fp8"}
+    quant = {"format": "int8", "weight": {"post_init_quant": names}}
+    engine = engine_of("llama", quant, verify="strict")
     depths = {step.path: step.depth for step in engine.plan.steps if step.path.startswith("model.layers")}
-    assert {path for path, depth in depths.items() if depth == BLOCK} == {"model.layers.1", "model.layers.2"}
-    assert all(depth == LINEAR for path, depth in depths.items() if path.startswith("model.layers.0."))
+    assert depths == {f"model.layers.{n}": BLOCK for n in range(3)}
     formats = formats_of(engine)
     assert formats["model.layers.0.self_attn.k_proj"] == "int4:32"
     assert formats["model.layers.0.self_attn.q_proj"] == "int8"
     assert "model.layers.0.self_attn.v_proj" not in formats
-    told = (
-        "self_attn.q_proj in int8, self_attn.k_proj in int4:32, self_attn.v_proj in the compute dtype "
-        "cannot be one matrix"
-    )
-    assert told in str(engine.plan)
+    assert formats["model.layers.1.mlp.gate_proj"] == "int8" and formats["model.layers.1.mlp.up_proj"] == "fp8"
+    told = "self_attn.qkv (v_proj): in torch.float32: quant.weight.post_init_quant leaves it alone"
+    assert told in str(engine.plan) and "int4:32 for self_attn.qkv (k_proj) " in str(engine.plan)
     assert distance(logits(engine, "llama"), logits(rounded("llama", engine), "llama")) < 1e-4
+    with infuse.dequantized(engine.module):
+        state = engine.module.state_dict()
+    assert state.keys() == make("llama").state_dict().keys()
 
 
 def test_initialization_is_a_format_for_all() -> None:

@@ -37,6 +37,17 @@ def family(name: str) -> Callable[..., nn.Module]:
     return families.BY_NAME[name].make
 
 
+def stored_in_files() -> dict[str, str]:
+    """Formats of a checkpoint of "llama": v of one layer, and down of another one, in another format than the rest."""
+    names = [name for name, _ in family("llama")().named_parameters() if "_proj.weight" in name]
+    formats = dict.fromkeys(names, "int4:16:f16") | {
+        "lm_head.weight": "int4:16",
+        "model.embed_tokens.weight": "int8:16",
+    }
+    others = ("model.layers.0.self_attn.v_proj.weight", "model.layers.2.mlp.down_proj.weight")
+    return formats | dict.fromkeys(others, "int8:row:f16")
+
+
 GOLDEN_PLANS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "llama": (family("llama"), dict(dtype="fp32")),
     "llama-int4": (family("llama"), dict(dtype="bf16", quant="int4:16")),
@@ -45,6 +56,7 @@ GOLDEN_PLANS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "bert": (family("bert"), dict(dtype="fp32")),
     "t5": (T5, dict(dtype="fp32")),
     "t5-int8": (T5, dict(dtype="fp32", quant="int8")),
+    "llama-stored": (family("llama"), dict(dtype="bf16", stored=stored_in_files())),
     "mixtral": (MIXTRAL, dict(dtype="fp32")),
 }
 
@@ -85,6 +97,27 @@ def test_text_tells_of_who_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("linear", "cpu", "wants avx2, without extensions it is") in plan.declined
     text = str(plan)
     assert "declined  cpu, for " in text and "linear" in text and ": wants avx2, without extensions it is" in text
+
+
+def test_a_rank_says_which_codes_its_part_cannot_keep() -> None:
+    """The inputs of `out` are split by heads of 12, those of `down` in groups of 16."""
+    stored = stored_in_files()
+    whole = plan_of(family("llama")(), dtype="fp32", stored=stored)
+    plan = plan_of(family("llama")(), Mesh(2, 1), dtype="fp32", stored=stored)
+    block = next(step for step in plan.steps if step.depth == BLOCK)
+    assert block.apart.keys() == {"self_attn.qkv"}
+    told = (
+        "self_attn.out.weight: in torch.float32: though stored in int4:16:f16: int4:16:f16: groups of 16 do not divide"
+    )
+    assert told in str(plan) and told not in str(whole)
+    assert block.formats == {
+        "self_attn.qkv.0.weight": "int4:16:f16",
+        "self_attn.qkv.1.weight": "int8:row:f16",
+        "mlp.up.weight": "int4:16:f16",
+        "mlp.down.weight": "int4:16:f16",
+    }
+    cuts = {fill.target: fill.cut for fill in block.fills if fill.format}
+    assert all(stop % 16 == start % 16 == 0 for start, stop in cuts["mlp.down.weight"].ranges)  # type: ignore[union-attr]
 
 
 # ---- pure ----

@@ -16,6 +16,7 @@ from infuse.device import Device
 from infuse.parallel.mesh import Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
+from infuse.plan.stored import StoredFormats
 from tests.models import families
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,8 +77,9 @@ UNKNOWN: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def plan_of(model: nn.Module, mesh: Mesh | None = None, **keys: Any) -> Plan:
-    return make_plan(model, InferenceConfig(**keys), PLAIN, mesh or Mesh())
+def plan_of(model: nn.Module, mesh: Mesh | None = None, stored: dict[str, str] | None = None, **keys: Any) -> Plan:
+    """`stored`: the formats of a checkpoint's tensors."""
+    return make_plan(model, InferenceConfig(**keys), PLAIN, mesh or Mesh(), stored=StoredFormats(stored or {}))
 
 
 def applied(model: nn.Module, **keys: Any) -> Plan:

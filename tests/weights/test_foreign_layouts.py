@@ -168,15 +168,20 @@ def test_two_ranks_keep_the_codes_of_their_parts(format: str, tmp_path: Path, ra
     assert ranks.run(2, wrong_parts, str(tmp_path), format, 2) == [[], []]
 
 
-@pytest.mark.parametrize(("quant", "becomes"), [(None, "float32"), ("int8:8", "int8:8")])
-def test_values_are_taken_for_other_formats(quant: str | None, becomes: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quant", "becomes"),
+    [
+        ({"weight": {"post_init_quant": {"_proj": None}}}, "float32, e.g. {}: dequantized"),
+        ("int8:8", "int8:8, e.g. {}: rounded twice; leave quant out to keep their codes"),
+    ],
+)
+def test_values_are_taken_for_other_formats(quant: Any, becomes: str, tmp_path: Path) -> None:
     _, weights = publish(tmp_path, "int8:4")
-    keys = {} if quant is None else {"quant": quant}
-    engine = loaded(str(tmp_path), **keys)
-    live = infuse.init_inference(dequantized(weights), dtype="fp32", progress=False, **keys)
+    engine = loaded(str(tmp_path), quant=quant)
+    live = infuse.init_inference(dequantized(weights), dtype="fp32", progress=False, quant=quant)
     assert torch.equal(logits(engine), logits(live))
-    told = f"21 matrices are stored in int8:4 and become {becomes}, e.g. model.layers.0.mlp.down_proj.weight"
-    assert told in str(engine.plan) and 'quant="int8:4" keeps their codes' in str(engine.plan)
+    told = "21 matrices are stored in int8:4 and become " + becomes.format("model.layers.0.mlp.down_proj.weight")
+    assert told in str(engine.plan)
 
 
 def test_all_faults_are_in_one_error(tmp_path: Path) -> None:

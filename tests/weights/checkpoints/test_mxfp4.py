@@ -19,6 +19,7 @@ from tests.support.published import empty, publish, tensors
 from tests.support.ranks import Ranks, same
 
 KEPT: dict[str, Any] = {"weight": {"post_init_quant": {"experts": "mxfp4"}}}
+DENSE: dict[str, Any] = {"weight": {"post_init_quant": {"experts": None}}}
 IDS = torch.arange(5, 15)[None]
 
 
@@ -82,15 +83,27 @@ def test_tokens_are_those_of_the_dequantized_original(folder: Path, dequantized:
     assert torch.equal(engine.generate(IDS, **given), dequantized.generate(IDS, **given))
 
 
-@pytest.mark.parametrize(("quant", "becomes"), [(None, "float32"), ("int8:16", "int8:16")])
+def test_codes_are_kept_if_nothing_else_is_asked(folder: Path) -> None:
+    engine, asked = loaded(folder, verify="strict"), loaded(folder, quant=KEPT, verify="strict")
+    assert "mxfp4 for mlp.experts.up and mlp.experts.down, taken as it is, " in str(engine.plan)
+    assert torch.equal(logits(engine), logits(asked)) and str(engine.plan) == str(asked.plan)
+
+
+@pytest.mark.parametrize(
+    ("quant", "becomes"),
+    [
+        (DENSE, "float32, e.g. model.layers.0.mlp.experts.down_proj: dequantized"),
+        ("int8:16", "int8:16, e.g. model.layers.0.mlp.experts.down_proj: rounded twice"),
+    ],
+)
 def test_other_formats_take_the_values(folder: Path, dequantized: Any, quant: Any, becomes: str) -> None:
-    engine = loaded(folder, verify="strict", **({"quant": quant} if quant else {}))
+    engine = loaded(folder, verify="strict", quant=quant)
     assert f"4 matrices of experts are stored in mxfp4 and become {becomes}" in str(engine.plan)
     wanted = infuse.init_inference(
         t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
         dtype="fp32",
         progress=False,
-        **({"quant": quant} if quant else {}),
+        quant=quant,
     )
     torch.testing.assert_close(logits(engine), logits(wanted), rtol=0, atol=0)
 

@@ -30,13 +30,17 @@ struct Demand {
       if (const auto* a = std::get_if<AttentionPart>(&step.part)) {
         heads = a->heads;
         read = std::max(read, heads * a->width), inner = std::max(inner, (a->all_heads() + heads) * a->width);
-        codes |= a->qkv.code >= 0 || a->out.code >= 0;
+        const auto* qkv = std::get_if<LinearPart>(&a->qkv);
+        taken &= qkv != nullptr;
+        codes |= (qkv && qkv->code >= 0) || a->out.code >= 0;
         taken &= !a->q_norm && !a->k_norm && !a->v_norm && !a->out_norm && !a->sinks && heads * a->width % 2 == 0;
         taken &= tiles_take(type, a->width, heads, a->kv_heads);
       } else if (const auto* mlp = std::get_if<MlpPart>(&step.part)) {
         read = std::max(read, mlp->inner()), inner = std::max(inner, mlp->inner());
-        codes |= mlp->up.code >= 0 || mlp->down.code >= 0;
-        const int64_t unit = mlp->gated && mlp->up.code >= 0 ? 16 : 2;  // no panel may hold both gates and up values
+        const auto* up = std::get_if<LinearPart>(&mlp->up);
+        taken &= up != nullptr;
+        codes |= (up && up->code >= 0) || mlp->down.code >= 0;
+        const int64_t unit = mlp->gated && up && up->code >= 0 ? 16 : 2;  // no panel may hold both gates and up values
         taken &= !mlp->norm && mlp->inner() % unit == 0;
       }
     }
@@ -78,7 +82,7 @@ struct EncoderMachine {
   T* apply(const AttentionPart& part, const T* from) const {
     const int64_t width = part.width;
     T *qkv = inner, *attended = qkv + rows * part.all_heads() * width, *made = fresh();
-    multiply(part.qkv, from, qkv);
+    multiply(std::get<LinearPart>(part.qkv), from, qkv);
     AttentionArgs a{};
     a.type = kTypeOf<T>;
     a.batch = batch, a.heads = part.heads, a.kv_heads = part.kv_heads, a.tokens = a.length = tokens, a.width = width;
@@ -94,7 +98,7 @@ struct EncoderMachine {
 
   T* apply(const MlpPart& part, const T* from) const {
     T* made = fresh();
-    multiply(part.up, from, inner, part.act, part.gated);
+    multiply(std::get<LinearPart>(part.up), from, inner, part.act, part.gated);
     multiply(part.down, inner, made);
     return made;
   }

@@ -39,6 +39,18 @@ struct LinearPart {
   Maybe weight, scale, zero, bias;
   INFUSE_FIELDS(code, outputs, weight, scale, zero, bias)
 };
+// A product by a matrix whose parts are in different formats: their outputs one after another. Of few rows.
+struct JoinedPart {
+  static constexpr std::string_view kKind = "joined";
+  int64_t outputs;
+  std::vector<LinearPart> parts;
+  INFUSE_FIELDS(outputs, parts)
+};
+using ProductPart = std::variant<std::monostate, LinearPart, JoinedPart>;
+inline int64_t outputs_of(const ProductPart& product) {
+  const auto* joined = std::get_if<JoinedPart>(&product);
+  return joined ? joined->outputs : std::get<LinearPart>(product).outputs;
+}
 // Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. If they are `borrowed`, qkv makes
 // queries alone, and nothing is appended. The sigmoid of a gate multiplies the heads: if it is `gated`, that of the last
 // rows of qkv, else that of `gate`, if there is one, with one row for each feature or head. The window is as in
@@ -49,7 +61,8 @@ struct AttentionPart {
   bool interleaved, borrowed, gated;
   double scale, softcap;
   Maybe sinks;
-  LinearPart qkv, out;
+  ProductPart qkv;
+  LinearPart out;
   std::optional<LinearPart> gate;
   std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
   Storage keys, values;
@@ -92,11 +105,12 @@ struct MlpPart {
   static constexpr std::string_view kKind = "mlp";
   int64_t act;
   bool gated;
-  LinearPart up, down;
+  ProductPart up;
+  LinearPart down;
   std::optional<NormPart> norm;  // of the inner values
   INFUSE_FIELDS(act, gated, up, down, norm)
 
-  int64_t inner() const { return up.outputs / (gated ? 2 : 1); }
+  int64_t inner() const { return outputs_of(up) / (gated ? 2 : 1); }
 };
 
 // The words of infuse/routing.py in the order of ops/cpu/router.py.
@@ -283,6 +297,17 @@ inline bool takes(const LinearPart& linear, ScalarType type, int64_t inputs, int
          (!linear.zero || linear.zero->is_contiguous());
 }
 
+inline bool takes(const ProductPart& product, ScalarType type, int64_t inputs, int64_t outputs) {
+  if (const auto* whole = std::get_if<LinearPart>(&product)) return takes(*whole, type, inputs, outputs);
+  const auto* joined = std::get_if<JoinedPart>(&product);
+  int64_t made = 0;
+  for (const LinearPart& part : joined->parts) {
+    if (!takes(part, type, inputs, part.outputs)) return false;
+    made += part.outputs;
+  }
+  return made == joined->outputs && made == outputs;
+}
+
 inline bool takes(const AttentionPart& a, ScalarType type, int64_t columns) {
   return takes(a.qkv, type, columns, a.all_heads() * a.width) && takes(a.out, type, a.heads * a.width, columns) &&
          takes(a.q_norm, type, a.heads, a.width) && takes(a.k_norm, type, a.kv_heads, a.width) &&
@@ -316,7 +341,7 @@ inline bool takes(const LinearAttentionPart& a, ScalarType type, int64_t columns
 }
 
 inline bool takes(const MlpPart& mlp, ScalarType type, int64_t columns) {
-  return takes(mlp.up, type, columns, mlp.up.outputs) && takes(mlp.down, type, mlp.inner(), columns) &&
+  return takes(mlp.up, type, columns, outputs_of(mlp.up)) && takes(mlp.down, type, mlp.inner(), columns) &&
          (!mlp.norm || takes(*mlp.norm, type, mlp.inner()));
 }
 

@@ -1,0 +1,156 @@
+"""Files as the hub has them: infuse on a GGUF beside llama.cpp and ik_llama.cpp on the same file, in turns.
+
+    python bench/hub.py [--files Q8_0 Q4_0 Q4_K_M] [--python llama.cpp=OTHER/bin/python] [--quantize llama-quantize]
+                        [--keep FOLDER] [--out FILE.md]
+
+Random weights in the shape of --shape, written by the `gguf` package; llama.cpp's own quantizer makes the mixed files
+from bf16 (from the package ik-llama-cpp-python or llama.cpp; --quantize names it). Peers run in processes of their own,
+in another environment if one is given. "ours" is the same model quantized by infuse in the nearest format of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+
+import infuse
+from infuse.cli.bench import multiplications
+from infuse.plan.bytes import parameter_bytes
+from models import SHAPES
+from other_engines.llama import write
+from peers import PROGRAM, Generate, Peer, measured, ours
+from report import show
+
+PEERS = ("llama.cpp", "ik_llama.cpp")
+NEAREST = {"Q8_0": "int8:32:f16", "Q4_0": "int4:32:f16"}  # of each file, in infuse's own formats; int4 for the others
+PLAIN = ("BF16", *NEAREST)  # what the gguf package quantizes itself
+
+
+def file_of(shape: dict[str, Any], kind: str, folder: Path, quantize: str | None) -> Path:
+    """The file of `kind`, written unless it is there."""
+    path = folder / kind / "model.gguf"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind in PLAIN:
+        write(shape, kind, path)
+        return path
+    source = file_of(shape, "BF16", folder, quantize)
+    command = [quantizer(quantize), str(source), str(path), kind]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return path
+
+
+def quantizer(given: str | None) -> str:
+    """The program llama-quantize: as given, from a package, or of the path."""
+    spec = importlib.util.find_spec("ik_llama_cpp")
+    packaged = Path(spec.origin).parent / "bin" / "llama-quantize" if spec and spec.origin else None
+    for found in (given, str(packaged) if packaged and packaged.exists() else None, shutil.which("llama-quantize")):
+        if found:
+            return found
+    raise SystemExit("no llama-quantize: give --quantize PROGRAM, or install ik-llama-cpp-python")
+
+
+def read_seconds(path: Path, repeats: int = 3) -> float:
+    """Seconds to read a file from the page cache into memory, on as many threads as PyTorch has."""
+    size, threads = path.stat().st_size, torch.get_num_threads()
+    room = memoryview(bytearray(size))
+
+    def read(start: int, stop: int) -> None:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop:
+                start += file.readinto(room[start : min(stop, start + (1 << 22))])
+
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda i: read(size * i // threads, size * (i + 1) // threads), range(threads)))
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds)
+
+
+def loaded(shape: dict[str, Any], **settings: Any) -> tuple[Any, float]:
+    """An engine on a model on meta, and the seconds that it took."""
+    kind = getattr(transformers, shape.get("architecture", "LlamaForCausalLM"))
+    with torch.device("meta"):
+        model = kind(kind.config_class(**{key: value for key, value in shape.items() if key != "architecture"}))
+    start = time.perf_counter()
+    engine = infuse.init_inference(model, dtype=torch.bfloat16, **settings)
+    seconds = time.perf_counter() - start
+    engine.module.generation_config.eos_token_id = None
+    return engine, seconds
+
+
+def report(args: argparse.Namespace, folder: Path) -> str:
+    shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    pythons, texts = dict(given.split("=", 1) for given in args.python), []
+    tokens = max(args.prefill, args.context) + args.new + 1
+    for kind in args.files:
+        path, remarks = file_of(shape, kind, folder, args.quantize), []
+        runs: dict[str, Generate] = {}
+        sizes: dict[str, tuple[int, float]] = {}
+        settings = {"infuse on the file": {"checkpoint": str(path)}}
+        if not args.alone:
+            bf16 = file_of(shape, "BF16", folder, args.quantize)
+            settings["infuse, its own"] = {"checkpoint": str(bf16), "quant": NEAREST.get(kind, "int4")}
+        for name, given in settings.items():
+            engine, seconds = loaded(shape, **given)
+            runs[name], sizes[name] = ours(engine.module), (parameter_bytes(engine.module), seconds)
+        reading = read_seconds(path)
+        size = path.stat().st_size
+        held, seconds = sizes["infuse on the file"]
+        remarks.append(
+            f"{kind}: the file has {size / 1e9:.3f} GB, resident are {held / 1e9:.3f}; loading takes "
+            f"{seconds / reading:.1f} times reading it from the page cache ({reading:.2f} s)"
+        )
+        peers = []
+        for peer in args.peers:
+            told = [peer, kind, folder / "none", path.parent, args.batch, tokens]
+            started = Peer([pythons.get(peer, sys.executable), str(PROGRAM), *map(str, told)])
+            if started.why:
+                remarks.append(started.why)
+                continue
+            peers.append(started)
+            runs[peer], sizes[peer] = started, (size, started.loaded["seconds_to_load"])
+        products = multiplications(engine.module)
+        texts.append(measured(runs, sizes, args, shape | {"products": products}, remarks))
+        for started in peers:
+            started.close()
+    return "\n".join(texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--files", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--python", nargs="*", default=[], metavar="PEER=PYTHON", help="interpreters of the peers")
+    parser.add_argument("--quantize", help="llama.cpp's program llama-quantize")
+    parser.add_argument("--alone", action="store_true", help="without infuse's own formats")
+    parser.add_argument("--keep", type=Path, help="folder for the files, read again the next time")
+    for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", type=Path, help="write the figures to this file, for bench/plot.py")
+    parser.add_argument("--out", type=Path, help="append the report to this file")
+    args = parser.parse_args()
+    with TemporaryDirectory(prefix="infuse-hub-") as temporary:
+        show(report(args, args.keep or Path(temporary)), args.out)
+
+
+if __name__ == "__main__":
+    main()
