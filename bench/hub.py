@@ -1,7 +1,8 @@
-"""Files as the hub has them: infuse on a GGUF beside llama.cpp and ik_llama.cpp on the same file, in turns.
+"""Files as the hub has them: infuse on a GGUF beside llama.cpp and ik_llama.cpp on the same file, in turns; and on GPTQ
+and AWQ folders, beside its own int4 in the same groups.
 
-    python bench/hub.py [--files Q8_0 Q4_0 Q4_K_M] [--python llama.cpp=OTHER/bin/python] [--quantize llama-quantize]
-                        [--keep FOLDER] [--out FILE.md]
+    python bench/hub.py [--files Q8_0 Q4_0 Q4_K_M GPTQ AWQ] [--python llama.cpp=OTHER/bin/python]
+                        [--quantize PROGRAM] [--keep FOLDER] [--out FILE.md]
 
 Random weights in the shape of --shape, written by the `gguf` package; llama.cpp's own quantizer makes the mixed files
 from bf16 (from the package ik-llama-cpp-python or llama.cpp; --quantize names it). Peers run in processes of their own,
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import infuse
 from infuse.cli.bench import multiplications
@@ -34,8 +37,16 @@ from peers import PROGRAM, Generate, Peer, measured, ours
 from report import show
 
 PEERS = ("llama.cpp", "ik_llama.cpp")
-NEAREST = {"Q8_0": "int8:32:f16", "Q4_0": "int4:32:f16"}  # of each file, in infuse's own formats; int4 for the others
-PLAIN = ("BF16", *NEAREST)  # what the gguf package quantizes itself
+# Of each file, in infuse's own formats; int4 for the others.
+NEAREST = {
+    "Q8_0": "int8:32:f16", "Q4_0": "int4:32:f16", "GPTQ": "int4:128:f16", "AWQ": "int4:128:asymmetric:f16",
+}  # fmt: skip
+PLAIN = ("BF16", "Q8_0", "Q4_0")  # what the gguf package quantizes itself
+GROUP = 128  # of GPTQ and AWQ
+SETTINGS = {
+    "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
+    "AWQ": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+}
 
 
 def file_of(shape: dict[str, Any], kind: str, folder: Path, quantize: str | None) -> Path:
@@ -50,6 +61,34 @@ def file_of(shape: dict[str, Any], kind: str, folder: Path, quantize: str | None
     source = file_of(shape, "BF16", folder, quantize)
     command = [quantizer(quantize), str(source), str(path), kind]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return path
+
+
+def folder_of(shape: dict[str, Any], kind: str, folder: Path) -> Path:
+    """A folder of GPTQ or AWQ with random codes, zeros of 8 and scales of one size, by their published layouts."""
+    path = folder / kind
+    if (path / "config.json").exists():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    config = transformers.LlamaConfig(**shape)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or "embed" in name or "lm_head" in name:
+            value = torch.ones(parameter.shape) if parameter.dim() == 1 else torch.randn(parameter.shape) * 0.02
+            state[name] = value.bfloat16()
+            continue
+        rows, inputs = parameter.shape
+        packed = (inputs // 8, rows) if kind == "GPTQ" else (inputs, rows // 8)
+        owner, zeros = name.removesuffix("weight"), 0x77777777 if kind == "GPTQ" else -0x77777778
+        state[f"{owner}qweight"] = torch.randint(-(2**31), 2**31, packed, dtype=torch.int32)
+        state[f"{owner}qzeros"] = torch.full((inputs // GROUP, rows // 8), zeros, dtype=torch.int32)
+        state[f"{owner}scales"] = torch.full((inputs // GROUP, rows), 0.2 / inputs**0.5, dtype=torch.float16)
+        if kind == "GPTQ":
+            state[f"{owner}g_idx"] = torch.arange(inputs, dtype=torch.int32) // GROUP
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": SETTINGS[kind]}))
     return path
 
 
@@ -100,7 +139,8 @@ def report(args: argparse.Namespace, folder: Path) -> str:
     pythons, texts = dict(given.split("=", 1) for given in args.python), []
     tokens = max(args.prefill, args.context) + args.new + 1
     for kind in args.files:
-        path, remarks = file_of(shape, kind, folder, args.quantize), []
+        is_folder, remarks = kind in SETTINGS, []
+        path = folder_of(shape, kind, folder) if is_folder else file_of(shape, kind, folder, args.quantize)
         runs: dict[str, Generate] = {}
         sizes: dict[str, tuple[int, float]] = {}
         settings = {"infuse on the file": {"checkpoint": str(path)}}
@@ -110,15 +150,15 @@ def report(args: argparse.Namespace, folder: Path) -> str:
         for name, given in settings.items():
             engine, seconds = loaded(shape, **given)
             runs[name], sizes[name] = ours(engine.module), (parameter_bytes(engine.module), seconds)
-        reading = read_seconds(path)
-        size = path.stat().st_size
+        weights = path / "model.safetensors" if is_folder else path
+        reading, size = read_seconds(weights), weights.stat().st_size
         held, seconds = sizes["infuse on the file"]
         remarks.append(
             f"{kind}: the file has {size / 1e9:.3f} GB, resident are {held / 1e9:.3f}; loading takes "
             f"{seconds / reading:.1f} times reading it from the page cache ({reading:.2f} s)"
         )
         peers = []
-        for peer in args.peers:
+        for peer in () if is_folder else args.peers:
             told = [peer, kind, folder / "none", path.parent, args.batch, tokens]
             started = Peer([pythons.get(peer, sys.executable), str(PROGRAM), *map(str, told)])
             if started.why:
@@ -137,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--files", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M"])
+    parser.add_argument("--files", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M", "GPTQ", "AWQ"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--python", nargs="*", default=[], metavar="PEER=PYTHON", help="interpreters of the peers")
     parser.add_argument("--quantize", help="llama.cpp's program llama-quantize")

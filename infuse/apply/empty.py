@@ -41,6 +41,7 @@ def block(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
         step.layer,
         skips_padding=step.skips_padding,
         apart=step.apart,
+        ordered=step.ordered,
     )
 
 
@@ -49,7 +50,7 @@ def module(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     assert isinstance(shape, ModuleShape), step
     dense = group.dense
     combine = dense.adds(step.path) if dense.size > 1 and step.whole is not None else None
-    return make_part(shape, BuildContext("", step.formats, dict(step.bodies), dense, combine))
+    return make_part(shape, BuildContext("", step.formats, dict(step.bodies), dense, combine, ordered=step.ordered))
 
 
 def rank_part(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
@@ -59,9 +60,10 @@ def rank_part(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
     for matrix in shape.matrices:
         combined = group.dense.adds(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
-        format = formats.get(matrix.weight)
+        format, ordered = formats.get(matrix.weight), matrix.weight in step.ordered
         owner, leaf = _place(root, matrix.target)
-        owner.add_module(leaf, make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined))
+        made = make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined, ordered=ordered)
+        owner.add_module(leaf, made)
     for table in shape.tables:
         owner, leaf = _place(root, table.path)
         empty = torch.empty(table.shape, device="meta")
@@ -95,8 +97,8 @@ def linear(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     shape = step.shape
     assert isinstance(shape, LinearShape), step
     joined = group.dense.joins(shape.widths, step.path) if shape.widths else None
-    format = step.formats.get("weight")
-    return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined)
+    format, ordered = step.formats.get("weight"), "weight" in step.ordered
+    return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined, ordered=ordered)
 
 
 def experts(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.experts import mapped_bytes
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan.bytes import parameter_bytes
 from infuse.plan.codes import lost_codes
 from infuse.plan.decide import make_plan
 from infuse.plan.packed import packed_fill, packed_paths, packings
@@ -30,6 +32,7 @@ from infuse.shards.save import open_shards, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
+from infuse.weights.in_model import CodesInModel, codes_in
 from infuse.weights.lazy import tensor_at
 from infuse.weights.loader import CheckpointLoader
 from infuse.weights.model_tensors import ModelTensors, model_tensors
@@ -80,23 +83,79 @@ def load(
         else:
             config = saved_config(config, index)
             _tie(model)
-            plan = make_plan(model, config, device, mesh, stored=StoredFormats(index.stored))
+            plan = make_plan(model, config, device, mesh, stored=StoredFormats(index.stored, orders=index.orders))
             plan = saved_plan(plan, model, index, device=device)
             shards = open_shards(folder, index, plan, config.experts == "mmap")
             _check_saved(model, shards, plan)
             tensors = model_tensors(model, shards, _unread(plan))
             sums = partial(index_sum, folder / SAVED)
-        if group.size > 1:
-            group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
-            agree_on_weights(group, model, sums())
-        layers = (step.path for step in plan.steps if step.shape is not None)
-        with CheckpointLoader(model, tensors, layers, plan.dtype, device.torch_device) as loader:
-            model.eval()
-            done = carry_out(plan, loader, config, progress, group)
-            group.barrier("the end of loading")  # if a rank fails here, all restore their models
+        _agree(group, model, plan, sums)
+        done = _carried_out(model, plan, tensors, config, device, group, progress)
         lost = () if shards is not None else tuple(lost_codes(done.stored, done.steps, done.dtype))
         mapped, notes = mapped_bytes(model), (*done.notes, *tensors.notes, *lost, *_mapping_notes(shards, model))
         return Loaded(plan, replace(done, notes=notes, mapped_bytes=mapped), config)
+
+
+def take_codes(
+    model: nn.Module,
+    codes: CodesInModel,
+    config: InferenceConfig,
+    device: Device,
+    mesh: Mesh = ONE,
+    group: Group = LOCAL,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Make a plan and execute it with the `codes` that another library holds in a live `model`.
+
+    As `load`, with the same errors, which restore the model. The old codes are kept until all new ones are in place.
+    """
+    with group.on_all_or_none("init_inference"), ExitStack() as undo:
+        plan, tensors = _plan_of_codes(model, codes, config, device, mesh, undo)
+        _agree(group, model, plan, partial(sampled_sums, tensors))
+        done = _carried_out(model, plan, tensors, config, device, group, progress)
+        undo.pop_all()
+        notes = (*done.notes, *tensors.notes, *lost_codes(done.stored, done.steps, done.dtype))
+        return Loaded(plan, replace(done, notes=notes), config)
+
+
+def not_taken(why: str) -> str:
+    """A note on codes in a live model that cannot be read."""
+    return f"the codes of its linears are not taken: {why}"
+
+
+def _plan_of_codes(
+    model: nn.Module, codes: CodesInModel, config: InferenceConfig, device: Device, mesh: Mesh, undo: ExitStack
+) -> tuple[Plan, ModelTensors]:
+    """Put plain linears in the places of the modules that hold the codes, and plan for these."""
+    before_bytes = parameter_bytes(model) + codes.beside_bytes
+    tensors = codes.in_plain_linears(model, undo)
+    plan = make_plan(model, config, device, mesh, stored=StoredFormats.of(tensors.tensors))
+    return replace(plan, before_bytes=before_bytes), tensors
+
+
+def _agree(group: Group, model: nn.Module, plan: Plan, sums: Callable[[], Mapping[str, int]]) -> None:
+    """Check that all ranks have the same plan and, by their `sums`, the same values."""
+    if group.size > 1:
+        group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
+        agree_on_weights(group, model, sums())
+
+
+def _carried_out(
+    model: nn.Module,
+    plan: Plan,
+    tensors: ModelTensors,
+    config: InferenceConfig,
+    device: Device,
+    group: Group,
+    progress: Progress | None,
+) -> Plan:
+    """Execute the plan with these tensors."""
+    layers = (step.path for step in plan.steps if step.shape is not None)
+    with CheckpointLoader(model, tensors, layers, plan.dtype, device.torch_device) as loader:
+        model.eval()
+        done = carry_out(plan, loader, config, progress, group)
+        group.barrier("the end of loading")  # if a rank fails here, all restore their models
+    return done
 
 
 def planned(
@@ -108,8 +167,15 @@ def planned(
     """
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
+    codes = None if source is not None or in_pipeline else codes_in(model)
+    if isinstance(codes, CodesInModel):
+        with ExitStack() as undo:
+            plan, tensors = _plan_of_codes(model, codes, config, device, mesh, undo)
+            plan.close()  # further candidates would be decided for linears that are gone
+        return replace(plan, notes=(*plan.notes, *tensors.notes, *lost_codes(plan.stored, plan.steps, plan.dtype)))
     if source is None or in_pipeline or (folder is not None and (folder / SAVED).is_file()):
-        return make_plan(model, config, device, mesh, in_pipeline=in_pipeline)
+        plan = make_plan(model, config, device, mesh, in_pipeline=in_pipeline)
+        return plan if codes is None else replace(plan, notes=(*plan.notes, not_taken(codes)))
     tensors = _found(model, config, device)
     stored = StoredFormats.of(tensors.tensors)
     plan = make_plan(model, config, device, mesh, in_pipeline=in_pipeline, stored=stored)

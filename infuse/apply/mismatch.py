@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from infuse.apply.trial import Trial
@@ -34,7 +35,7 @@ def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = 
     with source.loaded(step.path):
         wanted = compare.expected(trial.model.get_submodule(step.path), cases, dtype, _routers(step), step.exact)
         if structure:
-            plain = trial.builder.built(step.plain, dtype=None)
+            plain = trial.builder.built(step.plain, _widest(trial.model.get_submodule(step.path)))
             if mismatch := compare.structure_mismatch(plain, cases, wanted):
                 return mismatch
             del plain
@@ -44,6 +45,12 @@ def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = 
     if mismatch is None and not source.is_live and not heads:  # a live model leaves no memory for it
         trial.modules.append((step, new))
     return mismatch
+
+
+def _widest(module: nn.Module) -> torch.dtype | None:
+    """The dtype that holds all values of the original: codes stand for float32 values, beside norms in 16 bits."""
+    dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def of_layer(trial: Trial, step: Step, cases: list[Case]) -> str | None:

@@ -86,6 +86,7 @@ class Fill:
     one frame, [out, in, 1]. `rows`: the spans of the sources of which the target is made, in order. `flat`: the source
     has further axes of one entry, [1, 1, heads, 1], and the target is a vector. `part`: the target is that part of a
     merged matrix, or its bias. `as_stored`: the sources are stored in `format`, so that their codes are copied.
+    `ordered`: the codes have the inputs in another order, that of the sources (act-order).
     """
 
     target: str
@@ -104,6 +105,7 @@ class Fill:
     flat: bool = False
     part: Part | None = None
     as_stored: bool = False
+    ordered: bool = False
 
     @property
     def merged(self) -> int:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infuse import interrupts
 from infuse.apply.apply import Progress, Proven, prove
-from infuse.apply.load import load, load_values
+from infuse.apply.load import load, load_values, not_taken, take_codes
 from infuse.apply.load import planned as planned_load
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
@@ -39,6 +39,7 @@ from infuse.plan.readings import Readings
 from infuse.profile.profiler import ForwardTimes, Profile
 from infuse.proof.cases import Call
 from infuse.shards.save import check_folder, save
+from infuse.weights.in_model import CodesInModel, codes_in
 
 if TYPE_CHECKING:
     from infuse.generate.install import GraphUse
@@ -127,11 +128,17 @@ class InferenceEngine(nn.Module):
                 check_folder(save_path)
         with progress_bars(settings.progress) as progress:
             with interrupts.held_back():  # until the model is complete
-                if source is None:
+                codes = codes_in(model) if source is None else None
+                if isinstance(codes, CodesInModel):
+                    loaded = take_codes(model, codes, settings, device, mesh, self.group, progress)
+                    decided, self.plan = loaded.decided, loaded.done
+                elif source is None:
                     with self.group.on_all_or_none("init_inference"):
                         ready = prepared(model, settings, self.group, mesh, progress)
                         self.plan = ready.proven.carry_out(progress)
                     decided = ready.decided
+                    if codes is not None:
+                        self.plan = replace(self.plan, notes=(*self.plan.notes, not_taken(codes)))
                 else:
                     loaded = load(model, settings, device, mesh, self.group, progress)
                     decided, self.plan, settings = loaded.decided, loaded.done, loaded.config

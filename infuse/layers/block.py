@@ -61,6 +61,7 @@ class Block(InferenceModule):
         *,
         skips_padding: bool = False,
         apart: Mapping[str, tuple[Part, ...]] = MappingProxyType({}),
+        ordered: frozenset[str] = frozenset(),
     ):
         super().__init__()
         self.shape = shape
@@ -70,7 +71,7 @@ class Block(InferenceModule):
             ranks = group if part.expert_count else group.dense
             adds = part.matrices and not reduces(shape.program)  # else the block adds up all branches at once
             combine = ranks.adds(f"{path}.{name}") if adds and ranks.size > 1 else None
-            context = BuildContext(name, formats, bodies, group.dense, combine, index, apart=apart)
+            context = BuildContext(name, formats, bodies, group.dense, combine, index, apart=apart, ordered=ordered)
             self.add_module(name, make_part(part, context))
         program = on_ranks(shape.program, group.dense.size)
         self._program = merged(program)

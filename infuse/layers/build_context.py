@@ -25,6 +25,7 @@ class BuildContext:
 
     `combine` adds up the ranks' partial sums; `index` is the layer's index in the cache. `make` makes the layer of a
     part inside (layers/parts.py). `apart`: path of a matrix in the block → its parts, if these have different formats.
+    `ordered`: targets whose codes are in act-order.
     """
 
     name: str
@@ -35,6 +36,7 @@ class BuildContext:
     index: int | None = None
     make: Callable[[Any, Any], nn.Module] = field(default=_unknown, repr=False, compare=False)
     apart: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    ordered: frozenset[str] = frozenset()
 
     def of(self, name: str) -> BuildContext:
         """Those of the part `name` inside this one."""
@@ -52,5 +54,6 @@ class BuildContext:
         )
 
     def _linear(self, outputs: int, matrix: Matrix, path: str, combine: Combine | None) -> Linear | QuantizedLinear:
-        format = self.formats.get(named(path, "weight"))
-        return make_linear(matrix.inputs, outputs, matrix.bias, format, self.bodies, combine)
+        weight = named(path, "weight")
+        format, ordered = self.formats.get(weight), weight in self.ordered
+        return make_linear(matrix.inputs, outputs, matrix.bias, format, self.bodies, combine, ordered=ordered)

@@ -20,7 +20,7 @@ class JoinedLinear(InferenceModule, NativePart):
     `rows` are those of each part in the merged matrix. x [..., in] → [..., out], outputs in the merged order.
     """
 
-    struct, fields = "joined", frozenset({"qkv", "up"})
+    struct, fields = "joined", frozenset({"qkv", "up", "into"})
 
     def __init__(self, parts: Sequence[Linear | QuantizedLinear], rows: Sequence[Sequence[Range]]):
         super().__init__()

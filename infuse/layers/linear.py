@@ -62,8 +62,11 @@ def product(
 
 
 def takes_around(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
-    """Whether `product` may pass norm, activation and residual to the module's op: it is ours and has no hooks."""
-    return isinstance(module, (Linear, QuantizedLinear)) and has_no_hooks(module)
+    """Whether `product` may pass norm, activation and residual to the module's op: it is ours and has no hooks.
+
+    An op takes inputs in the order of its columns, so it is not used directly in act-order.
+    """
+    return isinstance(module, (Linear, QuantizedLinear)) and not module.is_ordered and has_no_hooks(module)
 
 
 def fuses(bodies: Mapping[str, str]) -> bool:
@@ -88,15 +91,23 @@ def linear_op(format: str | None) -> str:
 
 
 def make_linear(
-    inputs: int, outputs: int, bias: bool, format: str | None, bodies: Mapping[str, str], combine: Combine | None = None
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    format: str | None,
+    bodies: Mapping[str, str],
+    combine: Combine | None = None,
+    *,
+    ordered: bool = False,
 ) -> Linear | QuantizedLinear:
     """Make an empty linear layer in the quantization format `format`; None keeps the compute dtype.
 
     `inputs` and `outputs` are this rank's sizes. `combine` turns the rank's result into that of the whole layer.
+    `ordered`: the columns of its codes are in another order than the inputs.
     """
     if format is None:
         return Linear(inputs, outputs, bias, bodies, combine)
-    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine)
+    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered)
 
 
 class Quantized(InferenceModule):
@@ -183,7 +194,7 @@ class Quantized(InferenceModule):
 class Linear(InferenceModule, NativePart, nn.Linear):
     """x @ weight.T + bias. A subclass of nn.Linear for code that searches for one."""
 
-    struct = "linear"
+    struct, is_ordered = "linear", False
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
@@ -214,7 +225,7 @@ class Linear(InferenceModule, NativePart, nn.Linear):
 
 
 class QuantizedLinear(Quantized, NativePart):
-    """x @ dequantize(buffers).T + bias."""
+    """x @ dequantize(buffers).T + bias; if `ordered`, x[..., order] @ dequantize(buffers).T + bias."""
 
     struct = "linear"
     bias: nn.Parameter | None
@@ -227,11 +238,25 @@ class QuantizedLinear(Quantized, NativePart):
         format: str,
         bodies: Mapping[str, str],
         combine: Combine | None = None,
+        *,
+        ordered: bool = False,
     ):
         super().__init__(ops.quantized_linear, bodies, (outputs, inputs), format)
-        self.in_features, self.out_features, self._combine = inputs, outputs, combine
+        self.in_features, self.out_features, self._combine, self.is_ordered = inputs, outputs, combine, ordered
+        if ordered:
+            self.register_buffer("order", None)
         empty = torch.empty(outputs, device="meta")
         self.register_parameter("bias", nn.Parameter(empty, requires_grad=False) if bias else None)
+
+    def hold_order(self, order: Tensor) -> None:
+        """Store the order of inputs, int32 [in]."""
+        assert self.is_ordered and order.shape == (self.in_features,), order.shape
+        self._buffers["order"] = order.to(self.listed()[0].device)
+
+    def share(self, other: Quantized) -> None:
+        super().share(other)
+        if self.is_ordered:
+            self._buffers["order"] = other._buffers["order"]
 
     def arguments(self) -> tuple:
         held, names = self._buffers, self._names
@@ -247,16 +272,19 @@ class QuantizedLinear(Quantized, NativePart):
         dtype = autocast.dtype_for(x) if autocast.is_any_on() else None
         if dtype is not None and self.bias is not None:
             x = x.to(self.bias.dtype)
+        if self.is_ordered:
+            order: Any = self._buffers["order"]
+            x = x.index_select(-1, order)
         y = self._body(x, *self.arguments())
         if dtype is not None and x.dtype is not torch.float64:
             y = y.to(dtype)
         return y if self._combine is None else self._combine(y)
 
     def native(self, to: PartWriter) -> None:
-        decline_if({"ranks share a product": self._combine is not None})
+        decline_if({"ranks share a product": self._combine is not None, "inputs are in act-order": self.is_ordered})
         self.write_weight(to)
         to.tensor("bias")
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, format={self.format}"
+        return f"{sizes}, bias={self.bias is not None}, format={self.format}{', in act-order' * self.is_ordered}"

@@ -300,7 +300,7 @@ def _multiplies(head: nn.Module, x_BTC: Tensor) -> bool:
     if type(head) is Linear:
         ours = head._combine is None and head._body.body == "cpu"
         return ours and always_streams(x_BTC, head.weight, head.bias)
-    if type(head) is not QuantizedLinear or head._combine is not None:
+    if type(head) is not QuantizedLinear or head._combine is not None or head.is_ordered:
         return False
     return _streams(head) and fits(head.bias, x_BTC.dtype)
 

@@ -42,7 +42,7 @@ from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
 from infuse.ops.modulated import gated_add, gated_add_norm, modulated_norm
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered
-from infuse.ops.quantize import quantize
+from infuse.ops.quantize import dequantize, quantize
 from infuse.ops.recurrence import linear_attention
 from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.router import router
@@ -51,8 +51,8 @@ from infuse.ops.selective_scan import selective_scan
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate", "Op",
     "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks", "causal_conv",
-    "experts", "gated_activation", "gated_add", "gated_add_norm", "gated_norm", "group_norm", "joined_heads",
-    "latent_attention", "layer_norm", "linear", "linear_attention", "modulated_norm", "quantize", "quantized_embedding",
-    "quantized_experts", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
-    "selective_scan",
+    "dequantize", "experts", "gated_activation", "gated_add", "gated_add_norm", "gated_norm", "group_norm",
+    "joined_heads", "latent_attention", "layer_norm", "linear", "linear_attention", "modulated_norm", "quantize",
+    "quantized_embedding", "quantized_experts", "quantized_linear", "registered", "rms_norm", "rotary",
+    "rotary_append", "router", "selective_scan",
 ]  # fmt: skip

@@ -1,16 +1,18 @@
-"""Quantize a weight matrix.
+"""Quantize a weight matrix, and the way back.
 
 Suffixes: I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from infuse.device import Device
 from infuse.ops.op import Case, op
+from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
 
@@ -38,6 +40,24 @@ _TEXTS = (
 _SHAPES = ((0, 64), (1, 64), (33, 128), (7, 42), (3, 4160))
 
 
+@op("dequantize(Tensor[] buffers, int outputs, int inputs, str format, ScalarType dtype) -> Tensor")
+def dequantize(buffers: Sequence[Tensor], outputs: int, inputs: int, format: str, dtype: torch.dtype) -> Tensor:
+    """Values [outputs, inputs] of a quantized weight: exact in float32, rounded once for a narrower `dtype`."""
+    chosen = quant_format(format)
+    return chosen.dequantize(QuantizedWeight.listed(buffers, (outputs, inputs), chosen), dtype)
+
+
+@dequantize.fake
+def _values_like(buffers: Sequence[Tensor], outputs: int, inputs: int, format: str, dtype: torch.dtype) -> Tensor:
+    return buffers[0].new_empty(outputs, inputs, dtype=dtype)
+
+
+def values_of(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Dequantize `weight`, in its format's own layout, by the body of its device."""
+    body = dequantize.choose(Device.of(weight.device), torch.float32).body
+    return dequantize.body(body)([*weight.tensors.values()], *weight.shape, str(weight.format), dtype)
+
+
 @quantize.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for text in _TEXTS:
@@ -45,3 +65,13 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
             if quant_format(text).fits(inputs) is None:
                 weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
                 yield Case(f"{text} {outputs}x{inputs}", (weight.to(dtype), text))
+
+
+@dequantize.cases
+def _coded_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for text in (*_TEXTS, "q4_k", "q5_0", "q6_k"):
+        for outputs, inputs in (*_SHAPES, (18, 512)):
+            if quant_format(text).fits(inputs) is None:
+                weight = quant_format(text).quantize(torch.randn(outputs, inputs, device=device))
+                args = ([*weight.tensors.values()], outputs, inputs, text, dtype)
+                yield Case(f"{text} {outputs}x{inputs}", args)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import HasMatrices, Matrix
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_made
+from infuse.plan.stored import in_words
 from infuse.quant.format import QuantFormat
 
 
@@ -26,11 +27,20 @@ def with_format(
         alone = formats.left_alone(linears_of(fill, path)[0])
         left_alone = "quant.weight.post_init_quant leaves it alone" if alone else ""
         return fill, formats.difference(fill, path) or left_alone
-    is_stored = formats.is_as_stored(fill, path, format)
-    why = matrix.unquantized or next(_misfits(fill, matrix, format, fills, whole, shapes, formats, path), "")
+    ordered = formats.is_ordered(fill, path)
+    is_stored = ordered or formats.is_as_stored(fill, path, format)
+    why = matrix.unquantized or (_out_of_order(fill, matrix) if ordered else "")
+    why = why or next(_misfits(fill, matrix, format, fills, whole, shapes, formats, path), "")
     if why:
-        return fill, f"though stored in {format}: {why}" if is_stored else why
-    return replace(fill, format=str(_of_part(fill, matrix, format)), as_stored=is_stored), ""
+        return fill, f"though stored in {in_words(str(format), ordered=ordered)}: {why}" if is_stored else why
+    return replace(fill, format=str(_of_part(fill, matrix, format)), as_stored=is_stored, ordered=ordered), ""
+
+
+def _out_of_order(fill: Fill, matrix: Matrix) -> str:
+    """Why the matrix cannot have its inputs in act-order; "" if it can."""
+    if matrix.op != "linear":
+        return f"{matrix.op} take no inputs in another order"
+    return "ranks share its inputs" if fill.cut is not None and fill.cut.axis == 1 else ""
 
 
 def _misfits(

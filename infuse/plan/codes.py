@@ -15,15 +15,15 @@ from infuse.weights.lazy import stored_alike
 def lost_codes(stored: StoredFormats, steps: Iterable[Step], dtype: torch.dtype) -> Iterator[str]:
     """Yield one note for each stored format and what its matrices become."""
     fills = ((step.path, fill) for step in steps for fill in step.fills)
-    planned = {named(path, name): fill.format for path, fill in fills for name in fill.sources}
+    planned = {named(path, name): fill for path, fill in fills for name in fill.sources}
     plain = str(dtype).removeprefix("torch.")
     lost: dict[tuple[str, str, bool], list[str]] = {}  # (stored format, new one, whether it is one) → names
     for name, format in sorted(stored.formats.items()):
-        now = planned.get(name)
-        if now is None:
-            lost.setdefault((format, plain, False), []).append(name)
-        elif not stored_alike(format, now):
-            lost.setdefault((format, now, True), []).append(name)
+        fill = planned.get(name)
+        if fill is None or fill.format is None:
+            lost.setdefault((stored.text(name), plain, False), []).append(name)
+        elif not stored_alike(format, fill.format) or fill.ordered != (name in stored.orders):
+            lost.setdefault((stored.text(name), fill.format, True), []).append(name)
     for (format, now, rounds), names in lost.items():
         of_experts = stored.stacked.issuperset(names)
         what = f"{len(names)} {'matrices' if len(names) > 1 else 'matrix'}{' of experts' if of_experts else ''}"

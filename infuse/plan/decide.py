@@ -174,9 +174,9 @@ class _Walk:
         return Candidate(tuple(steps), tuple(left), self.choices, tuple(self.unfit), tuple(self.places))
 
     def of_table(self, table: Table) -> Step | Left:
-        """Decide for an embedding whose weight no head shares."""
+        """Decide for an embedding whose weight no head shares. Of others than the input's, models read the weight."""
         stored = self.facts.formats.kept(table.path)
-        if stored is not None or (self.facts.mesh.tp > 1 and table.path == self.facts.table):
+        if table.path == self.facts.table and (stored is not None or self.facts.mesh.tp > 1):
             return self.embedding(table.path, stored=stored)
         return Left(table.path, table.why_left)
 

@@ -54,6 +54,8 @@ def formats_of_experts(bound: BoundExperts, formats: Formats, path: str) -> tupl
     """Weight → format of the experts at `path`, of both matrices or of none; if none, why, unless none was asked."""
     made = matrices_made(bound.fills, bound.shape)
     asked = {matrix.weight: formats.of_fill(fill, path) for fill, matrix in made}
+    if any(formats.is_ordered(fill, path) for fill, _ in made):
+        return {}, "stored in act-order, and experts take no inputs in another order"
     if found := {weight: format for weight, format in asked.items() if format is not None}:
         if len(found) == len(asked):
             return found, ""

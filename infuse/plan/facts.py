@@ -14,6 +14,7 @@ from infuse.architectures.deepspeed import routed_in
 from infuse.architectures.experts import router_paths
 from infuse.architectures.layer import Bound, LayerShape
 from infuse.architectures.packing import Fill
+from infuse.architectures.part import named
 from infuse.architectures.read_weights import read_linears
 from infuse.authors import package_of
 from infuse.config.inference import InferenceConfig
@@ -47,7 +48,7 @@ class Facts:
         self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
         self.tied = shared_weights(model)
         self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
-        self.formats = Formats(config, self.head, stored)
+        self.formats = Formats(config, self.head, stored.without_orders(self._tables()))
         self.grain = config.tensor_parallel.tp_grain_size
         self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
         self.exact = kept_in_float32(model, dtype)
@@ -65,6 +66,11 @@ class Facts:
                 refused = {**refused, "triton": f"a cache in {self.config.kv_cache} has no kernels there"}
             self._choices[op] = ops.registered()[op].choose(self.device, self.dtype, refused)
         return self._choices[op]
+
+    def _tables(self) -> set[str]:
+        """Names of the weights whose rows are looked up, which takes their codes as they are."""
+        tables = [path for path, module in self.model.named_modules() if isinstance(module, nn.Embedding)]
+        return {named(path, "weight") for table in tables for path in (table, *self.tied.get(table, ()))}
 
     @cached_property
     def _refused(self) -> dict[str, str]:

@@ -78,26 +78,42 @@ class Formats:
 
     def of_fill(self, fill: Fill, path: str) -> QuantFormat | None:
         """Format of the matrix that `fill` merges from linears below `path`; None if they differ: see `difference`."""
-        formats = self.of_sources(fill, path)
-        return formats[0] if len(set(formats)) == 1 else None
+        stored = self._in_order(fill, path)
+        return stored[0].format if len(set(stored)) == 1 else None
+
+    def is_ordered(self, fill: Fill, path: str) -> bool:
+        """Whether a source of `fill` is in act-order, and the config sets no format for it."""
+        return any(one.order for one in self._in_order(fill, path))
+
+    def _in_order(self, fill: Fill, path: str) -> list[_InOrder]:
+        """Formats of the linears below `path` whose weights `fill` reads, each with the order that it is stored in."""
+        asked = [self._everywhere is not None or bool(self._named(linear)) for linear in linears_of(fill, path)]
+        orders = [self._stored.orders.get(named(path, source), "") for source in fill.sources]
+        return [
+            _InOrder(format, "" if is_asked else order)
+            for format, is_asked, order in zip(self.of_sources(fill, path), asked, orders, strict=True)
+        ]
 
     def groups(self, fill: Fill, path: str) -> tuple[tuple[int, ...], ...]:
-        """Group the numbers of the sources of `fill` by format, in order.
+        """Group the numbers of the sources of `fill` by format and by act-order, in order.
 
         Only neighbours form a group, whose rows then are neighbours, too; but if the fill orders `rows`, any sources.
         """
-        groups: list[tuple[QuantFormat | None, list[int]]] = []
-        for number, format in enumerate(self.of_sources(fill, path)):
-            near = [group for other, group in (groups if fill.rows else groups[-1:]) if other == format]
+        groups: list[tuple[_InOrder, list[int]]] = []
+        for number, stored in enumerate(self._in_order(fill, path)):
+            near = [group for other, group in (groups if fill.rows else groups[-1:]) if other == stored]
             if near:
                 near[0].append(number)
             else:
-                groups.append((format, [number]))
+                groups.append((stored, [number]))
         return tuple(tuple(group) for _, group in groups)
 
     def is_as_stored(self, fill: Fill, path: str, format: QuantFormat) -> bool:
-        """Whether the checkpoint stores all sources of `fill`, in the module at `path`, in this format."""
-        stored = [self._stored.formats.get(named(path, source)) for source in fill.sources]
+        """Whether the checkpoint stores all sources of `fill`, below `path`, in this format, none in act-order."""
+        names = [named(path, source) for source in fill.sources]
+        stored = [self._stored.formats.get(name) for name in names]
+        if any(name in self._stored.orders for name in names):
+            return False
         return all(text is not None and stored_alike(text, str(format)) for text in stored)
 
     def as_stored(self, fill: Fill, path: str, format: QuantFormat | None) -> Fill:
@@ -113,14 +129,18 @@ class Formats:
 
     def multiple_of(self, fill: Fill, path: str, inputs: int) -> int:
         """`multiple` for a matrix that `fill` makes from linears below `path`, whose formats need not be the same."""
-        formats = {format for format in self.of_sources(fill, path) if format is not None}
-        return math.lcm(*(format.unit(inputs) for format in formats))
+        stored = {one.format for one in self._in_order(fill, path) if not one.order}  # in act-order they are not cut
+        return math.lcm(*(format.unit(inputs) for format in stored if format is not None))
 
     def difference(self, fill: Fill, path: str) -> str | None:
-        """Return why `fill` cannot merge its linears into one matrix (formats differ); None if it can."""
-        chosen = [str(format or "the compute dtype") for format in self.of_sources(fill, path)]
-        if len(set(chosen)) == 1:
+        """Return why `fill` cannot merge its linears into one matrix (formats or orders differ); None if it can."""
+        stored = self._in_order(fill, path)
+        if len(set(stored)) == 1:
             return None
+        numbers = {
+            order: number for number, order in enumerate(dict.fromkeys(one.order for one in stored if one.order))
+        }
+        chosen = [one.text(numbers.get(one.order, 0)) for one in stored]
         names = [source.removeprefix(f"{path}.") for source in linears_of(fill, path)]
         told = ", ".join(f"{name} in {format}" for name, format in zip(names, chosen, strict=True))
         return f"{told} cannot be one matrix"
@@ -157,6 +177,19 @@ class Formats:
 
     def _named(self, path: str) -> list[str | None]:
         return [format for pattern, format in self._by_name.items() if pattern in path]
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """The format of one linear, and the digest of the order of its inputs if it is stored in act-order."""
+
+    format: QuantFormat | None
+    order: str = ""
+
+    def text(self, number: int) -> str:
+        """`number` counts the orders of one matrix."""
+        text = str(self.format or "the compute dtype")
+        return f"{text} in act-order {number + 1}" if self.order else text
 
 
 def linears_of(fill: Fill, path: str) -> list[str]:
@@ -211,7 +244,7 @@ def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
 def quantized_bytes(
     fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]] = ()
 ) -> dict[str, int]:
-    """Target → bytes of its quantized matrix: codes, scales and zeros.
+    """Target → bytes of its quantized matrix: codes, scales and zeros, and the order of inputs.
 
     If the chosen body keeps dequantized values, they count instead of the codes.
     """
@@ -224,5 +257,6 @@ def quantized_bytes(
             if dtype is not None and format.has_nearest:
                 codes = format.buffers(matrix.inputs)[0]
                 more = values * dtype.itemsize - matrix.outputs * codes.width(matrix.inputs) * codes.dtype.itemsize
+            more += matrix.inputs * torch.int32.itemsize if fill.ordered else 0
             sizes[fill.target] = format.nbytes(matrix.outputs, matrix.inputs) + more
     return sizes

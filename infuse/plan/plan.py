@@ -19,7 +19,7 @@ from infuse.plan.digest import digest_of
 from infuse.plan.formats import matrix_name
 from infuse.plan.found import grouped
 from infuse.plan.step import Left, Step
-from infuse.plan.stored import NOTHING_STORED, StoredFormats
+from infuse.plan.stored import NOTHING_STORED, StoredFormats, in_words
 
 # A plan's text ends with an explanation of the words in it.
 _WORDS = {
@@ -205,18 +205,19 @@ def _legend(plan: Plan) -> list[str]:
 
 def _formats_text(step: Step) -> str:
     """Format each number format with its bytes in one such module, and with its matrices if formats differ."""
-    by_format: dict[tuple[str, bool], list[tuple[str, int]]] = {}
+    by_format: dict[tuple[str, bool, bool], list[tuple[str, int]]] = {}
     sizes = {target: size for target, _, size in step.matrices}
     for fill, _ in step.made:
         if fill.format:
-            by_format.setdefault((fill.format, fill.as_stored), []).append((matrix_name(fill), sizes[fill.target]))
+            key = fill.format, fill.as_stored, fill.ordered
+            by_format.setdefault(key, []).append((matrix_name(fill), sizes[fill.target]))
     parts = []
-    for (format, as_stored), members in sorted(by_format.items()):
+    for (format, as_stored, ordered), members in sorted(by_format.items()):
         where = "" if len(members) == len(sizes) else f" for {' and '.join(name for name, _ in members)}"
         taken = ", taken as it is," if as_stored else ""
         size = sum(size for _, size in members)
         told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
-        parts.append(f"{format}{where}{taken} {told}, ")
+        parts.append(f"{in_words(format, ordered=ordered)}{where}{taken} {told}, ")
     return "".join(parts)
 
 

@@ -69,7 +69,7 @@ class Step:
     @property
     def plain(self) -> Step:
         """The step with reference bodies and without quantization."""
-        return replace(self, bodies=(), fills=tuple(replace(fill, format=None) for fill in self.fills))
+        return replace(self, bodies=(), fills=tuple(replace(fill, format=None, ordered=False) for fill in self.fills))
 
     @property
     def likeness(self) -> tuple:
@@ -86,6 +86,11 @@ class Step:
     def formats(self) -> dict[str, str]:
         """Target weight → quantization format."""
         return {fill.target: fill.format for fill in self.fills if fill.format}
+
+    @property
+    def ordered(self) -> frozenset[str]:
+        """Target weights whose inputs are in the order in which the checkpoint stores them (act-order)."""
+        return frozenset(fill.target for fill in self.fills if fill.ordered)
 
     @property
     def rounded(self) -> dict[str, str]:

@@ -78,12 +78,13 @@ class _Record(BaseModel):
 class SavedStep(_Record):
     """An executed step: a digest of the meaning of its tensors, and the format of each matrix.
 
-    `layouts`: kernel layouts of matrices stored for memory mapping.
+    `layouts`: kernel layouts of matrices stored for memory mapping. `ordered`: the matrices in act-order.
     """
 
     kind: str
     formats: dict[str, Annotated[str, BeforeValidator(parse_format)]]
     layouts: dict[str, str] = {}
+    ordered: tuple[str, ...] = ()
 
 
 class SavedFile(_Record):
@@ -98,7 +99,7 @@ class SavedIndex(_Record):
     """The contents of the index: the executed `steps` by path, and one file per rank.
 
     `interpretations` names the proven interpretation of each layer without a spec that ranks split. `stored`: formats
-    of the checkpoint that the plan was made for.
+    of the checkpoint that the plan was made for. `orders`: the digests of its orders of inputs.
     """
 
     format: str
@@ -110,6 +111,7 @@ class SavedIndex(_Record):
     interpretations: dict[str, tuple[str, ...]]
     files: Annotated[tuple[SavedFile, ...], Field(min_length=1)]
     stored: dict[str, Annotated[str, BeforeValidator(parse_format)]] = {}
+    orders: dict[str, str] = {}
 
     @property
     def layouts(self) -> dict[str, str]:

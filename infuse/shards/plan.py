@@ -42,9 +42,10 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Devic
     plan = _at_saved_depth(plan, model, index)
     saved, steps, left = dict(index.steps), list[Step](), list(plan.left)
     for step in plan.steps:
+        ordered = _ordered(step, saved)
         formats = _taken_formats(step, saved)
         if formats is not None:
-            steps.append(_with_formats(step, formats, device, plan.dtype))
+            steps.append(_with_formats(step, formats, ordered, device, plan.dtype))
         elif packed_paths(step):
             left.append(Left(step.path, "as it was saved: not replaced then"))
         else:
@@ -130,15 +131,28 @@ def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | 
     return formats
 
 
-def _with_formats(step: Step, formats: Mapping[str, str], device: Device, dtype: torch.dtype) -> Step:
-    """Return the step with its matrices in `formats`, and activations rounded as the current config asks."""
+def _ordered(step: Step, saved: Mapping[str, SavedStep]) -> frozenset[str]:
+    """Targets of a step that were saved in act-order."""
+    if not step.keeps_forward:
+        return frozenset(saved[step.path].ordered) if step.path in saved else frozenset()
+    entries = {fill.target: saved.get(f"{step.path}.{matrix.target}") for fill, matrix in step.made}
+    return frozenset(target for target, entry in entries.items() if entry is not None and entry.ordered)
+
+
+def _with_formats(
+    step: Step, formats: Mapping[str, str], ordered: frozenset[str], device: Device, dtype: torch.dtype
+) -> Step:
+    """Return the step with its matrices in `formats`, those `ordered` in act-order.
+
+    Activations are rounded as the current config asks.
+    """
     fills = []
     for fill in step.fills:
         format = _format_of_part(fill, formats[fill.target]) if fill.target in formats else None
         if format and fill.format:
             asked = quant_format(fill.format).activation_bits
             format = str(replace(quant_format(format), activation_bits=asked))
-        fills.append(replace(fill, format=format))
+        fills.append(replace(fill, format=format, ordered=fill.target in ordered))
     chosen = dict(step.bodies)  # lacks bodies of formats that did not fit, now or when saved
     for name in matrix_ops(fills, step.shape) if step.shape else ():
         chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
@@ -161,6 +175,8 @@ def _cut_faults(plan: Plan, index: SavedIndex) -> list[str]:
             cut, bands = needed.get(name), index.bands.get(name, ())
             if cut is not None and not is_own and not are_along(bands, cut):
                 faults.append(f"{name}: saved by {_sharing(bands)}, needed by {_axes(cut.axis, cut.rows)}")
+            elif fill.ordered and cut is not None and cut.axis == 1:
+                faults.append(f"{name}: saved in act-order, so its inputs cannot be shared")
             elif fill.format is not None:
                 faults += _group_faults(name, quant_format(fill.format), bands, cut, is_own)
     return faults

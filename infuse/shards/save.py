@@ -61,6 +61,8 @@ def save(
     }
     if plan.stored.formats:
         index["stored"] = dict(plan.stored.formats)
+    if plan.stored.orders:
+        index["orders"] = dict(plan.stored.orders)
     write_shards(Path(folder), list(_bundles(model, plan, laid)), cuts(plan), index, group=group, progress=progress)
 
 
@@ -99,8 +101,8 @@ def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMat
             yield Bundle(tuple(f"{path}.{part}" for part in names), partial(_as_laid, matrix, names))
     for path, module in model.named_modules():
         if path not in laid and isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
-            seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = module.format.names
+            seen.update(id(module.get_buffer(part)) for part in parts)
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
     for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
@@ -207,20 +209,21 @@ def _entries(step: Step, laid: Mapping[str, QuantizedExpertMatrix]) -> dict[str,
     if not step.keeps_forward:
         matrices = {target: laid.get(f"{step.path}.{target.rpartition('.')[0]}") for target in step.formats}
         layouts = {target: matrix.layout for target, matrix in matrices.items() if matrix is not None}
-        return {
-            path: {"kind": kind_of(step), "formats": step.formats, **({"layouts": layouts} if layouts else {})}
-            for path in paths
-        }
+        optional: dict[str, Any] = {"layouts": layouts} if layouts else {}
+        optional |= {"ordered": sorted(step.ordered)} if step.ordered else {}
+        return {path: {"kind": kind_of(step), "formats": step.formats, **optional} for path in paths}
     fills = [fill for fill, _ in step.made if fill.format]
     return {
         path: {"kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}}
+        | ({"ordered": ["weight"]} if fill.ordered else {})
         for path, fill in zip(paths, fills, strict=True)
     }
 
 
 def kind_of(step: Step) -> str:
     """Digest of the meaning of all ranks' stored tensors: the whole shape, and how matrices are built."""
-    fills = tuple(replace(fill, cut=None, format=None, part=None, as_stored=False) for fill, _ in step.made)
+    alike = (replace(fill, cut=None, format=None, part=None) for fill, _ in step.made)
+    fills = tuple(replace(fill, as_stored=False, ordered=False) for fill in alike)
     return digest_of(step.depth, step.whole or step.shape, fills)
 
 

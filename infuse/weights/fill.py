@@ -113,17 +113,32 @@ def _copied(fill: Fill, target: Joined, dtype: torch.dtype | None) -> Tensor:
     return whole
 
 
+def order_of(fill: Fill, source: Lookup) -> Tensor:
+    """The order of inputs, int32 [in], in which all sources of an `ordered` fill are stored."""
+    coded = target_of(fill, source).coded
+    assert coded is not None and coded.order is not None, fill
+    return coded.order.inputs
+
+
 def quantized(
-    fill: Fill, source: Lookup, quantize: Callable, rows: int | None, *, only_copies: bool = False
+    fill: Fill,
+    source: Lookup,
+    quantize: Callable,
+    rows: int | None,
+    *,
+    only_copies: bool = False,
+    order: Tensor | None = None,
 ) -> Iterator[QuantizedWeight]:
     """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part).
 
     Sources already stored in the target's format are not requantized: their codes are copied. `only_copies`: they are.
+    `order`: the inputs of an `ordered` fill, whose sources are values.
     """
     assert fill.format is not None, fill
     format, target = quant_format(fill.format), target_of(fill, source)
     coded, inputs = target.coded, target.shape[1]
     is_alike = coded is not None and stored_alike(coded.format, fill.format)
+    is_alike = is_alike and coded is not None and (coded.order is not None) == fill.ordered
     assert is_alike or not only_copies, (fill, coded and coded.format)
     if coded is not None and is_alike:
         for part in _row_parts(fill, target, rows):
@@ -131,7 +146,7 @@ def quantized(
             yield QuantizedWeight.of(tensors, (part.stop - part.start, inputs), format)
         return
     for part in _row_parts(fill, target, rows):
-        values = target.read((part,))
+        values = target.read((part,)) if order is None else target.read((part,)).index_select(1, order)
         try:
             tensors = quantize(values, fill.format)
         except ConfigError as error:
@@ -188,6 +203,8 @@ def fill_module(
         place, leaf = place_of(module, fill.target)
         if fill.format is not None:
             place.hold(quantized(fill, source, quantize, place.part_rows, only_copies=fill.as_stored))
+            if fill.ordered:
+                place.hold_order(order_of(fill, source))
             continue
         into = torch.float32 if fill.exact else dtype
         value = filled(fill, source, None if leaf in place._buffers else into)
@@ -199,6 +216,7 @@ def fill_module(
             place._buffers[leaf] = value
 
 
+ORDER = "order"  # the buffer of a linear in act-order: the input that each column of its codes multiplies
 VALUES = Buffer("weight", torch.float32, 1)  # of a tensor that is not coded: one column per input
 
 
@@ -240,6 +258,8 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
         if fill.format is not None:
             shape = (place.out_features, place.in_features)
             place.hold([QuantizedWeight.of(tensors, shape, quant_format(fill.format))])
+            if fill.ordered:
+                place.hold_order(tensors[ORDER])
         elif leaf in tensors and leaf in place._buffers:
             place._buffers[leaf] = tensors[leaf]
         elif tensors:
@@ -262,6 +282,8 @@ def saved_tensors(
             for buffer, of_whole in zip(format.buffers(inputs), whole, strict=True):
                 shape = (rows, buffer.width(inputs))
                 wanted[named(at, buffer.name)] = Wanted(shape, buffer.dtype, fill.cut, of_whole)
+            if fill.ordered:
+                wanted[named(at, ORDER)] = Wanted((inputs,), torch.int32, None)
         elif leaf in place._parameters:
             wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), plain, fill.cut)
         elif _is_saved_buffer(place, leaf):

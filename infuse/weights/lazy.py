@@ -6,9 +6,11 @@ matrices and tensors in a number format all implement the same protocol.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.errors import ConfigError
+from infuse.ops.quantize import values_of
 from infuse.parallel.slices import Span, taken
 from infuse.quant.format import Buffer, QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -52,14 +55,39 @@ Lookup = Callable[[str], LazyTensor]
 
 
 @dataclass(frozen=True)
+class Order:
+    """The input, int32 [in], whose codes each column of a matrix in act-order has. Equal orders have equal digests."""
+
+    digest: str
+    inputs: Tensor = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> Order:
+        """From the inputs on the CPU, in any integer dtype."""
+        inputs = inputs.to(torch.int32)
+        return cls(hashlib.sha256(inputs.numpy().tobytes()).hexdigest()[:16], inputs)
+
+    def undone(self, values: Tensor) -> Tensor:
+        """Return values [..., in] of the columns as those of the inputs."""
+        return values.index_select(-1, self._columns.to(values.device))
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """The column of each input."""
+        return self.inputs.argsort()
+
+
+@dataclass(frozen=True)
 class Coded:
     """The `format` in which a tensor is stored, and the format's buffers by name.
 
-    A buffer has the axes of its tensor; the format sets its width along the inputs.
+    A buffer has the axes of its tensor; the format sets its width along the inputs. `order`: that of the inputs in the
+    buffers, if it is not the tensor's (act-order).
     """
 
     format: str
     buffers: Mapping[str, LazyTensor]
+    order: Order | None = None
 
 
 class TensorFile(Protocol):
@@ -243,11 +271,14 @@ class Joined:
 
     @property
     def coded(self) -> Coded | None:
-        """The buffers of a matrix [out, in], joined; None if the sources differ in format or a group would be cut."""
+        """The buffers of a matrix [out, in], joined; None if formats or orders differ, or one would be cut."""
         sources = {span.source: self.sources[span.source] for span in self.spans}
         stored = {number: coded for number, source in sources.items() if (coded := source.coded) is not None}
-        formats = {coded.format for coded in stored.values()}
-        if len(stored) < len(sources) or len(formats) != 1:
+        formats, orders = {coded.format for coded in stored.values()}, {coded.order for coded in stored.values()}
+        if len(stored) < len(sources) or len(formats) != 1 or len(orders) != 1:
+            return None
+        order = orders.pop()
+        if order is not None and self.axis != 0:
             return None
         format, inputs = quant_format(formats.pop()), next(iter(sources.values())).shape[1]
         if any(source.shape[1] != inputs for source in sources.values()):
@@ -259,7 +290,7 @@ class Joined:
                 return None
             pieces = {number: coded.buffers[buffer.name] for number, coded in stored.items()}
             buffers[buffer.name] = Joined.of(pieces, spans, self.axis)
-        return Coded(str(format.of_part(inputs)), buffers)
+        return Coded(str(format.of_part(inputs)), buffers, order)
 
 
 def _columns(buffer: Buffer, spans: Sequence[Span]) -> list[Span] | None:
@@ -290,6 +321,13 @@ class CodedTensor:
 
     def read(self, part: Slices = ()) -> Tensor:
         *outer, columns = of_all_axes(part, len(self.shape))
+        order = self.coded.order
+        if order is None:
+            return self._columns(tuple(outer), columns)
+        return order.undone(self._columns(tuple(outer), slice(None)))[..., columns]
+
+    def _columns(self, outer: Slices, columns: slice) -> Tensor:
+        """Read columns of the buffers' order."""
         format, buffers = self._format
         start, stop, _ = columns.indices(self.shape[-1])
         unit = math.lcm(*(buffer.inputs for buffer in buffers if buffer.inputs is not None))
@@ -301,7 +339,7 @@ class CodedTensor:
         sizes = next(iter(parts.values())).shape[:-1]
         matrices = {name: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in parts.items()}
         weight = QuantizedWeight.of(matrices, (math.prod(sizes), last - first), format)
-        values = format.dequantize(weight, self.dtype)
+        values = values_of(weight, self.dtype)
         return values[:, start - first : stop - first].reshape(*sizes, stop - start)
 
     @property
@@ -323,6 +361,8 @@ def coded_fault(shape: Shape, coded: Coded) -> str | None:
         for name in dict.fromkeys(chain(wanted, stored))
         if stored.get(name) != wanted.get(name)
     ]
+    if coded.order is not None and coded.order.inputs.shape != shape[-1:]:
+        lines.append(f"its order has {tuple(coded.order.inputs.shape)} inputs, not {shape[-1:]}")
     return f"{coded.format}: {'; '.join(lines)}" if lines else None
 
 
@@ -338,7 +378,7 @@ def stored_alike(format: str, other: str) -> bool:
 def _with_buffers(coded: Coded | None, wrap: Callable[[LazyTensor], LazyTensor]) -> Coded | None:
     if coded is None:
         return None
-    return Coded(coded.format, {name: wrap(buffer) for name, buffer in coded.buffers.items()})
+    return replace(coded, buffers={name: wrap(buffer) for name, buffer in coded.buffers.items()})
 
 
 def of_all_axes(part: Slices, axes: int) -> Slices:

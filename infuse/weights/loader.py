@@ -117,7 +117,7 @@ class CheckpointLoader(LayerSource):
         self, model: nn.Module, source: ModelTensors, layers: Iterable[str], dtype: torch.dtype, device: torch.device
     ):
         super().__init__(model)
-        self.holds_replaced = source.checkpoint.holds_replaced
+        self.holds_replaced = source.checkpoint is not None and source.checkpoint.holds_replaced
         self._checkpoint = source.checkpoint
         self._tensors = {name: OnDevice(tensor, device) for name, tensor in source.tensors.items()}
         self._dtype, self._device, self._layers = dtype, device, tuple(dict.fromkeys(layers))

@@ -13,6 +13,7 @@ from infuse.architectures.plain import linear_shape
 from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint, in_words, same_values
 from infuse.weights.foreign import Recognised, Unread, recognised
+from infuse.weights.foreign.merged import Merged
 from infuse.weights.lazy import LazyTensor, Transposed
 from infuse.weights.names import Naming, held
 from infuse.weights.pieces import Packed
@@ -25,10 +26,11 @@ _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # ol
 class ModelTensors:
     """The `tensors` of a checkpoint by model name; tied tensors appear under each of their names.
 
-    `notes` reports tensors unknown to the model and copies that differ.
+    `checkpoint`: None if a live model holds the tensors. `notes` reports tensors unknown to the model and copies that
+    differ.
     """
 
-    checkpoint: Checkpoint | SavedShards
+    checkpoint: Checkpoint | SavedShards | None
     tensors: Mapping[str, LazyTensor]
     notes: tuple[str, ...] = ()
 
@@ -95,6 +97,10 @@ def model_tensors(
         faults.misshaped += [f"{name}: several files have it, with other values" for name in matching.drifted]
     faults.raise_any(checkpoint.form, checkpoint.hint if isinstance(checkpoint, Checkpoint) else None)
     notes = list(checkpoint.notes) if isinstance(checkpoint, Checkpoint) else []
+    ordered = [name for name, tensor in foreign.tensors.items() if isinstance(tensor, Merged) and tensor.has_orders]
+    if ordered:
+        what = f"{len(ordered)} tensors of experts are stored in act-order and become plain values"
+        notes.append(f"{what}, e.g. {ordered[0]}: each expert has an order of its own")
     if harmless:
         what = f"the checkpoint has {len(harmless)} tensors that the model has no place for"
         notes.append(f"{what}: {', '.join(harmless)}")

@@ -14,7 +14,7 @@ import torch
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Band, Cut, Span, are_along, taken
 from infuse.quant.format import Buffer
-from infuse.weights.fill import VALUES, Wanted
+from infuse.weights.fill import ORDER, VALUES, Wanted
 from infuse.weights.lazy import FileTensor, Joined, LazyTensor, Shape
 from infuse.weights.mapped import FirstUse, StoredMatrix
 from infuse.weights.pieces import Packed
@@ -204,7 +204,7 @@ class SavedShards:
         for name in dict.fromkeys(name for file in opened.values() for name in file.stored):
             bands = files.bands.get(name)
             owner, _, leaf = name.rpartition(".")
-            if bands is None and owner in files.coded and leaf != "bias":  # buffers are cut as their weight is
+            if bands is None and owner in files.coded and leaf not in ("bias", ORDER):  # cut as their weight is
                 bands = files.bands.get(f"{owner}.weight")
             first = min(number for number, file in opened.items() if name in file.stored)
             if bands is not None:

@@ -30,7 +30,7 @@ class TallMatrix:
     @property
     def coded(self) -> Coded | None:
         coded = self._source.coded
-        if coded is None:
+        if coded is None or coded.order is not None:
             return None
         buffers: dict[str, LazyTensor] = {
             name: TallMatrix(self._stacked, buffer) for name, buffer in coded.buffers.items()

@@ -21,7 +21,7 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
-from infuse.weights.fill import filled, quantized, source_tensors
+from infuse.weights.fill import ORDER, filled, quantized, source_tensors
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
 
@@ -82,7 +82,8 @@ class Original:
 
     def _values(self, place: Any) -> Tensor:
         weight = place.held()
-        return weight.format.dequantize(weight, self.dtype)
+        values, order = weight.format.dequantize(weight, self.dtype), place._buffers.get(ORDER)
+        return values if order is None else values.index_select(1, order.argsort())
 
     @torch.no_grad()
     def load(
@@ -118,7 +119,8 @@ class Original:
         before = dict(place._buffers)
         quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
         device = next(buffer.device for buffer in place.buffers(recurse=False))
-        place.hold(quantized(fill, _in_memory(tensors, device), quantize, place.part_rows))
+        order = place._buffers.get(ORDER)
+        place.hold(quantized(fill, _in_memory(tensors, device), quantize, place.part_rows, order=order))
         for name, old in before.items():  # reuse the memory: tied embeddings and CUDA graphs refer to it
             new = place._buffers[name]
             if old is not None and new is not None and old.shape == new.shape:

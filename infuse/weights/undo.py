@@ -14,3 +14,9 @@ def put(undo: ExitStack, mapping: MutableMapping[Any, Any], key: Any, value: Any
     else:
         undo.callback(mapping.pop, key, None)
     mapping[key] = value
+
+
+def take_out(undo: ExitStack, mapping: MutableMapping[Any, Any], key: Any) -> None:
+    """Remove mapping[key], if it is there; closing `undo` restores it."""
+    if key in mapping:
+        undo.callback(mapping.__setitem__, key, mapping.pop(key))

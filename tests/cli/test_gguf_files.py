@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -12,27 +11,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from infuse.cli.gguf_file import read_gguf_tokenizer
 from infuse.cli.model_folder import read_config
 from tests.support.commands import PROMPT, run
-from tests.support.gguf_files import llama_tensors, llama_values, matrices_in, write
+from tests.support.gguf_files import llama_tensors, llama_values, matrices_in, vocabulary_of, write
 
 GENERATE = ("--prompt", PROMPT, "--max-new-tokens", 8, "--device", "cpu", "--dtype", "float32")
-
-
-def vocabulary_of(folder) -> dict:
-    """The keys of a byte-level BPE, as llama.cpp's converter writes them."""
-    content = json.loads((folder / "tokenizer.json").read_text())["model"]
-    tokens = sorted(content["vocab"], key=content["vocab"].get)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token == "<eos>" else 1 for token in tokens],
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
-    }
 
 
 @pytest.fixture(scope="module")

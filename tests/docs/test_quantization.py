@@ -14,8 +14,10 @@ import torch
 import transformers
 
 from bench import quality
+from infuse.quant.blocks import BLOCKS
 from infuse.quant.integer import INT4_CLIPS, INT8_LARGEST, INT8_SPANS
 from infuse.quant.parse import quant_format
+from infuse.quant.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
@@ -45,6 +47,16 @@ def test_the_table_is_that_of_the_formats() -> None:
         format = quant_format(text)
         assert not same or quant_format(same) == format
         assert int(held.replace(",", "")) == format.nbytes(4096, 4096)
+        assert float(bits) == pytest.approx(format.nbytes(4096, 4096) * 8 / 4096**2, abs=0.006)
+        assert float(error) == pytest.approx(format.expected_error, abs=5e-5)
+
+
+def test_the_table_of_files_is_that_of_the_formats() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [\w, -]+ \| (\d+)[\w, ]* \| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
+    assert {text for text, *_ in rows} == {*BLOCKS, *TABLES}
+    for text, inputs, bits, error in rows:
+        format = quant_format(text)
+        assert format.fits(int(inputs)) is None and format.fits(int(inputs) // 2)
         assert float(bits) == pytest.approx(format.nbytes(4096, 4096) * 8 / 4096**2, abs=0.006)
         assert float(error) == pytest.approx(format.expected_error, abs=5e-5)
 

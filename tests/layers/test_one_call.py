@@ -21,6 +21,7 @@ from infuse.layers.attention import Attention
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
+from infuse.layers.joined_linear import JoinedLinear
 from infuse.layers.mlp import MLP
 from infuse.layers.native_part import NativeInputs
 from infuse.layers.one_call import StepCall
@@ -56,6 +57,28 @@ def test_every_format(quant: str | None, dtype: torch.dtype, taken: list[bool]) 
     taken.clear()
     compare(engine, family, dtype, padding="left")
     assert any(taken)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_5"])
+def test_products_in_several_formats(name: str, batch: int, taken: list[bool]) -> None:
+    """q and k in one format and v in another, gate and up, and what leads into a state: as many matrices as formats."""
+    family = BY_NAME[name]
+    formats = {"v_proj": "int8:32", "gate_proj": "int4:32", "up_proj": "q5_0", "in_proj_z": "int8:32"}
+    present = [path for path, module in family.make(hidden_size=128).named_modules() if isinstance(module, nn.Linear)]
+    formats = {part: format for part, format in formats.items() if any(part in path for path in present)}
+    settings = {"quant": {"weight": {"post_init_quant": formats}}}
+    engine = infuse.init_inference(family.make(hidden_size=128), dtype=torch.float32, **settings)
+    assert any(isinstance(module, JoinedLinear) for module in engine.module.modules()), str(engine.plan)
+    taken.clear()
+    if name == "qwen3_5":  # states, which `compare` does not read
+        given = dict(inputs(family, batch=batch), max_new_tokens=6, do_sample=False)
+        found = engine.generate(**given)
+        with part_by_part(engine.module):
+            assert torch.equal(found, engine.generate(**given))
+    else:
+        compare(engine, family, torch.float32, batch=batch)
+    assert any(taken) or name == "qwen3_5"
 
 
 def test_rounded_activations(taken: list[bool]) -> None:

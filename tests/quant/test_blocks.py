@@ -10,6 +10,7 @@ import torch
 from infuse.errors import ConfigError
 from infuse.native import DTYPES, kernels
 from infuse.ops.cpu.quantized_linear import PANELS, code_of
+from infuse.ops.triton.words import WORDS
 from infuse.quant.blocks import BLOCKS, SMALLEST, BlockFormat, pack_codes, unpack_codes
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -91,6 +92,11 @@ def test_scales_in_float32_stay_when_a_model_is_cast() -> None:
     module = torch.nn.Module()
     module.register_buffer("scale", held.tensors["scale"])
     assert torch.equal(module.to(torch.bfloat16).scale, held.tensors["scale"])
+
+
+@pytest.mark.parametrize("text", ["int8:64:f32", "fp8:128:f32", "q4_k", "nf4"])
+def test_kernels_that_do_not_know_a_format_leave_it_to_the_reference(text: str) -> None:
+    assert "no kernel" in (WORDS.declines(quant_format(text), 256) or "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
@@ -137,3 +138,21 @@ def llama_values(config: Any, architecture: str = "llama") -> dict[str, Any]:
         "vocab_size": config.vocab_size,
     }
     return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def vocabulary_of(folder: Path) -> dict[str, Any]:
+    """The keys of a folder's byte-level BPE, as llama.cpp's converter writes them."""
+    content = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token == "<eos>" else 1 for token in tokens],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    }

@@ -48,13 +48,21 @@ def scales_of(weight: Tensor, groups: Tensor, steps: float) -> Tensor:
 
 
 def gptq(
-    weight: Tensor, *, bits: int = 4, size: int = 32, sym: bool = True, version: int = 1, order: bool = False, **_: Any
+    weight: Tensor,
+    *,
+    bits: int = 4,
+    size: int = 32,
+    sym: bool = True,
+    version: int = 1,
+    order: bool = False,
+    seed: int = 3,
+    **_: Any,
 ) -> Packed:
     """GPTQ; with `order` the groups have inputs anywhere; zeros are random in 0 to 2**bits - 1 if not `sym`."""
     out, inputs = weight.shape
     groups = torch.arange(inputs) // (size if size > 0 else inputs)
     if order:
-        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(3))]
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))]
     scales = scales_of(weight, groups, 2 ** (bits - 1)).half()
     middle = 2 ** (bits - 1)
     zeros = torch.full(scales.shape, middle) if sym else random(scales.shape, 0, 2**bits, 5)
@@ -125,11 +133,19 @@ def fp8_scaled(
 
 
 def packed(
-    weight: Tensor, *, bits: int = 4, size: int | None = 32, sym: bool = True, dtype: torch.dtype = torch.bfloat16
+    weight: Tensor,
+    *,
+    bits: int = 4,
+    size: int | None = 32,
+    sym: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    order: bool = False,
 ) -> Packed:
-    """pack-quantized of compressed-tensors."""
+    """pack-quantized of compressed-tensors; with `order` the groups have inputs anywhere."""
     out, inputs = weight.shape
     groups = torch.arange(inputs) // (size or inputs)
+    if order:
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(11))]
     scale = scales_of(weight, groups, 2 ** (bits - 1)).to(dtype)
     middle = 2 ** (bits - 1)
     zero = torch.zeros(scale.shape, dtype=torch.long) if sym else random(scale.shape, -middle, middle, 8)
@@ -139,6 +155,8 @@ def packed(
         "weight_scale": scale,
         "weight_shape": torch.tensor([out, inputs]),
     }
+    if order:
+        tensors["weight_g_idx"] = groups.int()
     if not sym:
         tensors["weight_zero_point"] = dense_words((zero + middle).t(), bits).t().contiguous()
     return tensors, scale.float()[:, groups] * (codes - zero[:, groups]).float()
@@ -277,8 +295,9 @@ CASES = [
     _gptq(3, True, "int4:32:f16"),
     _gptq(3, False, "int4:32:asymmetric:f16"),
     _gptq(4, True, "int4:row:f16", size=-1, named="rows"),
-    _gptq(4, False, "", order=True, named="order"),
-    _gptq(8, True, "", order=True, named="order"),
+    _gptq(4, False, "int4:32:asymmetric:f16", order=True, named="order"),
+    _gptq(8, True, "int8:32:f16", order=True, named="order"),
+    _gptq(3, True, "int4:32:f16", order=True, named="order"),
     Case("auto-round", partial(auto_round, version=2), dict(_AUTO, packing_format="auto_round:gptqmodel"),
          "int4:32:f16"),
     Case("auto-round-gptq", auto_round, dict(_AUTO, packing_format="auto_round:auto_gptq"), "int4:32:f16"),
@@ -300,6 +319,8 @@ CASES = [
                 "pack-quantized"),
     _compressed("w8a16-asym", partial(packed, bits=8, sym=False), _int(8, sym=False), "int8:32:asymmetric",
                 "pack-quantized"),
+    _compressed("w4a16-order", partial(packed, sym=False, order=True), _int(4, sym=False) | {"actorder": "group"},
+                "int4:32:asymmetric", "pack-quantized"),
     _compressed("w3", partial(packed, bits=3, sym=False), _int(3, sym=False), "int4:32:asymmetric", "pack-quantized"),
     _compressed("w2", partial(packed, bits=2), _int(2), "int4:32", "pack-quantized"),
     _compressed("w6", partial(packed, bits=6, sym=False), _int(6, sym=False), "int8:32:asymmetric", "pack-quantized"),

@@ -310,3 +310,16 @@ def test_any_mixture_of_formats_in_a_block(family: str, tmp_path: Path) -> None:
     assert sum(len(sources.split()) for sources in held(engine)) == len(weights)
     found, wanted = outputs(engine.module, family), outputs(original, family)
     assert distance(found, wanted) < 5e-5
+
+
+@pytest.mark.parametrize("inject", [True, False])
+def test_tables_whose_weight_a_model_reads_are_dequantized(inject: bool, tmp_path: Path) -> None:
+    """DeBERTa multiplies with its table of relative positions."""
+
+    def tables(name: str) -> str | None:
+        return "int8:16:f16" if name.endswith("rel_embeddings.weight") else None
+
+    _, original = publish(tmp_path, "deberta-v2", tables)
+    engine = loaded(tmp_path, "deberta-v2", {}, verify="sample", replace_with_kernel_inject=inject)
+    assert distance(outputs(engine.module, "deberta-v2"), outputs(original, "deberta-v2")) < 1e-5
+    assert not [step for step in engine.plan.steps if step.kind is EMBEDDING]

@@ -1,17 +1,20 @@
-"""ops/quantize.py in C++ (src/quantize.h): search each group's grid among the candidates of infuse/quant.
+"""ops/quantize.py in C++ (src/quantize.h): search each group's grid among the candidates of infuse/quant; dequantize.
 
 Scales, zeros and codes equal the reference's, unless two candidates' errors differ only by the order of summation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from infuse.native import CODES, DTYPES, kernels, needs
-from infuse.ops.quantize import quantize, quantized_like
+from infuse.ops.cpu.quantized_linear import PANELS, code_of
+from infuse.ops.quantize import dequantize, quantize, quantized_like
 from infuse.quant.floating import GRIDS, FloatFormat, positions
-from infuse.quant.format import LARGEST_WEIGHT
+from infuse.quant.format import LARGEST_WEIGHT, QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE
 from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
 from infuse.quant.parse import quant_format
@@ -36,6 +39,17 @@ def _quantize(weight: Tensor, format: str) -> list[Tensor]:
         if not kernels().quantize(weight.detach()[part].contiguous(), candidates, LARGEST_WEIGHT, code, written):
             return quantize.reference(weight, format)  # raises the error that names the problem
     return buffers
+
+
+@dequantize.implement("cpu", needs)
+def _dequantize(buffers: Sequence[Tensor], outputs: int, inputs: int, format: str, dtype: torch.dtype) -> Tensor:
+    weight = QuantizedWeight.listed(buffers, (outputs, inputs), quant_format(format))
+    panels = PANELS.prepare(weight) if dtype in DTYPES and outputs and inputs else None
+    if panels is None:
+        return dequantize.reference(buffers, outputs, inputs, format, dtype)
+    values = torch.empty(outputs, inputs, dtype=dtype)
+    kernels().dequantize.default([*panels.tensors.values()], code_of(format), values)
+    return values
 
 
 def _candidates(format: IntegerFormat | FloatFormat, length: int) -> Tensor:

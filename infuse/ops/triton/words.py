@@ -93,7 +93,10 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _declined(format: QuantFormat, inputs: int) -> str | None:
-    return None if format.name in CODES else f"{format}: there is no kernel for it yet"
+    wide = (
+        getattr(format, "scale_dtype", None) is torch.float32
+    )  # stored as int32, which these kernels would read as such
+    return f"{format}: there is no kernel for it yet" if wide or format.name not in CODES else None
 
 
 def unpacked(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:

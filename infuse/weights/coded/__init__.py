@@ -22,7 +22,7 @@ from infuse.weights.coded.form import Form, Found, Raw
 from infuse.weights.coded.fp8 import fp8
 from infuse.weights.coded.gptq import gptq
 from infuse.weights.coded.modelopt import modelopt
-from infuse.weights.coded.settings import find_settings
+from infuse.weights.coded.settings import Settings, find_settings
 from infuse.weights.coded.torchao import torchao
 from infuse.weights.lazy import FileTensor, LazyTensor
 
@@ -66,7 +66,11 @@ def decoded(what: str, tensors: Mapping[str, FileTensor], of_model: Any = None) 
     CheckpointError lists all that is missing, of another shape or dtype, or against the config, and what is refused.
     """
     paths = [tensor.file.path for tensor in tensors.values()]
-    settings = find_settings(paths, of_model)
+    return decoded_as(what, tensors, find_settings(paths, of_model))
+
+
+def decoded_as(what: str, tensors: Mapping[str, FileTensor], settings: Settings | None) -> Decoded:
+    """`decoded`, with the `settings` that a config was found to have."""
     raw, results = Raw(tensors, settings), list[Found]()
     for form in FORMS:
         result = form(raw)

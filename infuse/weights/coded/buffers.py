@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infuse.errors import CheckpointError
+from infuse.quant.integer import pack_nibbles, unpack_nibbles
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_axes
 
 WINDOW = 4096  # columns of a file that are read at once to make rows: runs of 16 KiB, for words
@@ -71,6 +72,33 @@ class Tiled:
         tiles = read.reshape(read.numel() // self.shape[1], self.shape[1])[:, columns]
         at = start - first * self.tall
         return tiles.repeat_interleave(self.tall, dim=0)[at : at + stop - start]
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """Codes of `source`, int8 [out, in] or nibbles [out, in / 2], with the inputs in an `order`, int32 [in]."""
+
+    source: LazyTensor
+    order: Tensor
+
+    coded = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read(self, part: Slices = ()) -> Tensor:
+        rows, columns = of_all_axes(part, 2)
+        start, stop, _ = columns.indices(self.shape[1])
+        each, codes = len(self.order) // self.shape[1], self.source.read((rows,))
+        inputs = self.order[start * each : stop * each]
+        if each == 1:
+            return codes.index_select(1, inputs)
+        return pack_nibbles(unpack_nibbles(codes).index_select(1, inputs))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from infuse.quant.integer import pack_int4
 from infuse.weights.coded.buffers import Kept, Rows, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.scaled import add_fp8, add_int8, add_mxfp4, add_nvfp4, group_text, scale_shapes, spread
-from infuse.weights.coded.values import Values, of_int4, of_int8, regular_groups
+from infuse.weights.coded.values import Values, inputs_by_group, is_regular, of_int4, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor
 
 _FORMATS = (
@@ -46,6 +46,12 @@ class _Numbers(BaseModel):
     strategy: str | None = None
     group_size: int | None = None
     block_structure: Any = None
+    actorder: Any = None  # "weight" or "static" changes nothing in a file
+
+    @property
+    def is_in_act_order(self) -> bool:
+        """Whether files have the group of each input."""
+        return str(self.actorder).lower() in ("group", "dynamic", "true")
 
     @property
     def tile(self) -> tuple[int, int] | None:
@@ -227,7 +233,7 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
         return
     rows, size = spread_out
     zero = _zeros(members, numbers, bits, out, scale, window)
-    groups = _groups(members, inputs, size)
+    groups = _groups(members, numbers, inputs, size)
     if not members.are_sound or groups is None:
         return
     codes: LazyTensor = Rows(data, ceil_div(inputs, 2), torch.uint8, partial(_nibbles, bits, inputs), 4 * (bits == 4))
@@ -238,8 +244,9 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
         return Values((out, inputs), codes, of_int8 if bits > 4 else of_int4, rows, groups, zero)
 
     name = f"{members.path}.weight"
-    if not torch.equal(groups, regular_groups(inputs, size)):
-        found.note("groups have inputs in another order (actorder), so codes become plain values", name)
+    order = None if is_regular(groups, size) else inputs_by_group(groups, size)
+    if order is None and not is_regular(groups, size):
+        found.note("groups differ in their numbers of inputs (actorder), so codes become plain values", name)
         found.tensors[name] = values()
         return
     option, buffer = scale_buffer(rows, has_float16=True)
@@ -248,7 +255,7 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
         buffers["zero"] = zero if bits > 4 else mapped(zero, torch.int8, lambda read: read * 16)
     kind = "" if zero is None else ":asymmetric"
     format = f"int{8 if bits > 4 else 4}:{group_text(size, inputs)}{kind}{option}{scheme.options}"
-    found.add(name, (out, inputs), format, buffers, values)
+    found.add(name, (out, inputs), format, buffers, values, order)
 
 
 def _zeros(
@@ -266,10 +273,13 @@ def _zeros(
     return None if words is None else Kept(words, (out, groups), torch.int8, partial(_of_outputs, bits, out), window)
 
 
-def _groups(members: Members, inputs: int, size: int) -> Tensor | None:
+def _groups(members: Members, numbers: _Numbers, inputs: int, size: int) -> Tensor | None:
     """The group of each input; None after a fault."""
     regular = regular_groups(inputs, size)
     if not members.has("weight_g_idx"):
+        if numbers.is_in_act_order and size < inputs:
+            members.fault("weight_g_idx", f"is missing, the config says actorder {numbers.actorder}")
+            return None
         return regular
     stored = members.take("weight_g_idx", _INDICES, (inputs,))
     if stored is None:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from infuse.errors import ConfigError
 from infuse.quant.parse import quant_format
+from infuse.weights.coded.buffers import Reordered
 from infuse.weights.coded.settings import Settings
-from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape
+from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Order, Shape
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # possible dtypes of scales
 
@@ -79,16 +81,28 @@ class Found:
                 self.note(f"{what} are not used", name)
 
     def add(
-        self, name: str, shape: Shape, format: str, buffers: Mapping[str, LazyTensor], values: Callable[[], LazyTensor]
+        self,
+        name: str,
+        shape: Shape,
+        format: str,
+        buffers: Mapping[str, LazyTensor],
+        values: Callable[[], LazyTensor],
+        order: Tensor | None = None,
     ) -> None:
-        """Add the matrix `name`, in its codes; or, where the format cannot have this width, by its `values`."""
+        """Add the matrix `name`, in its codes; or, where the format cannot have this width, by its `values`.
+
+        `order`: the inputs, group after group, if groups are not neighbours in the buffer "data" (act-order).
+        """
         try:
             coder = quant_format(format)
             reason = coder.fits(shape[-1])
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            self.tensors[name] = CodedTensor(shape, torch.float32, Coded(str(coder), buffers))
+            if order is not None:
+                buffers = {**buffers, "data": Reordered(buffers["data"], order)}
+            coded = Coded(str(coder), buffers, None if order is None else Order.of(order))
+            self.tensors[name] = CodedTensor(shape, torch.float32, coded)
             return
         self.note(f"codes become plain values ({reason})", name)
         self.tensors[name] = values()

@@ -3,18 +3,27 @@
 weight            e4m3 [out, in]
 weight_scale_inv  [⌈out / 128⌉, ⌈in / 128⌉], or for the tensor; a factor, in spite of its name
 weight_scale      float32 [out, 1] of fbgemm_fp8
+
+experts.NAME, experts.NAME_scale_inv: the same for each expert, with experts as the first axis, as transformers saves
+mixtures
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from pydantic import BaseModel, Field
+from torch import Tensor
 
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw
 from infuse.weights.coded.scaled import E8M0, add_fp8
+from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape, Slices, of_all_axes
 
 METHODS = ("fp8", "fbgemm-fp8")
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")  # the last as DeepSeek-V4 has it
+_OF_EXPERTS = "_scale_inv"
 _UNUSED = ("input_scale", "activation_scale", "input_scale_ub")
 _TILE = (128, 128)
 
@@ -24,6 +33,41 @@ class _Config(BaseModel):
 
     weight_block_size: tuple[int, int] | None = Field(default=None)
     activation_scheme: str | None = None
+
+
+@dataclass(frozen=True)
+class _OfExpert(FileTensor):
+    """The matrix of one expert in a tensor of all."""
+
+    expert: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        return self.file.stored[self.name].shape[1:]
+
+    def read(self, part: Slices = ()) -> Tensor:
+        return self.file.read(self.name, (slice(self.expert, self.expert + 1), *part))[0]
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """Matrices of one shape as a tensor [matrices, rows, columns]."""
+
+    matrices: Sequence[LazyTensor]
+
+    coded = None
+
+    @property
+    def shape(self) -> Shape:
+        return (len(self.matrices), *self.matrices[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrices[0].dtype
+
+    def read(self, part: Slices = ()) -> Tensor:
+        experts, *within = of_all_axes(part, 3)
+        return torch.stack([matrix.read(tuple(within)) for matrix in self.matrices[experts]])
 
 
 def fp8(raw: Raw) -> Found:
@@ -40,6 +84,9 @@ def fp8(raw: Raw) -> Found:
     leaves = _SCALES[:1] if raw.settings is None else _SCALES
     for path in raw.paths(leaves):
         _add(found, Members(raw, path, found), leaves, tile)
+    for name, tensor in raw.tensors.items():
+        if tensor.dtype is torch.float8_e4m3fn and len(tensor.shape) == 3 and f"{name}{_OF_EXPERTS}" in raw:
+            _add_experts(found, raw, name, tile)
     if raw.settings is not None:
         for name, tensor in raw.tensors.items():
             path, _, leaf = name.rpartition(".")
@@ -57,3 +104,36 @@ def _add(found: Found, members: Members, leaves: tuple[str, ...], tile: tuple[in
     scale = members.take(leaf, (*FLOATS, *E8M0))
     if weight is not None and scale is not None:
         add_fp8(found, members, weight, scale, tile)
+
+
+def _add_experts(found: Found, raw: Raw, name: str, tile: tuple[int, int] | None) -> None:
+    """Add a tensor [experts, out, in], with scales [experts, ...] as those of one matrix."""
+    path, _, leaf = name.rpartition(".")
+    members = Members(raw, path, found)
+    weight = members.take(leaf, (torch.float8_e4m3fn,), (-1, -1, -1))
+    scale = members.take(f"{leaf}{_OF_EXPERTS}", (*FLOATS, *E8M0))
+    if weight is None or scale is None:
+        return
+    if not scale.shape or scale.shape[0] != weight.shape[0]:
+        members.fault(f"{leaf}{_OF_EXPERTS}", f"is {scale.shape} for {weight.shape[0]} experts")
+        return
+    matrices: list[LazyTensor] = []
+    for expert in range(weight.shape[0]):
+        of_one = Found(found.title)
+        one = Members(raw, path, of_one)
+        its_scale = _OfExpert(scale.file, scale.name, expert)
+        add_fp8(of_one, one, _OfExpert(weight.file, weight.name, expert), its_scale, tile)
+        if of_one.faults:
+            found.faults += of_one.faults
+            return
+        matrices += of_one.tensors.values()
+        for note in of_one.notes if expert == 0 else ():
+            found.note(note, name)
+    coded = [matrix.coded for matrix in matrices]
+    if coded[0] is None:
+        found.tensors[name] = _Stacked(matrices)
+        return
+    buffers: dict[str, LazyTensor] = {
+        each: _Stacked([one.buffers[each] for one in coded if one is not None]) for each in coded[0].buffers
+    }
+    found.tensors[name] = CodedTensor(weight.shape, torch.float32, Coded(coded[0].format, buffers))

@@ -7,7 +7,8 @@
 
     weight = scale * (code - zero), codes and zeros unsigned
 
-Codes of 2 and 3 bits become the same codes of int4. Act-order (groups of inputs that are not neighbours) gives values.
+Codes of 2 and 3 bits become the same codes of int4. In act-order, the inputs of a group are not neighbours: their
+codes are sorted by group.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from infuse.quant.integer import pack_nibbles
 from infuse.weights.coded.buffers import Kept, Turned, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
-from infuse.weights.coded.values import Values, of_int4, of_int8, regular_groups
+from infuse.weights.coded.values import Values, inputs_by_group, is_regular, of_int4, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
@@ -87,7 +88,7 @@ class _Matrix:
     shape: Shape
     bits: int
     groups: Tensor  # of each input
-    size: int | None  # of regular groups; None for act-order
+    size: int  # of each group
     subtracted: tuple[int, ...] = ()
     symmetric: bool = False
 
@@ -170,8 +171,8 @@ def _symmetric(members: Members, config: _Config, matrix: _Matrix, found: Found)
     return None
 
 
-def _groups(members: Members, config: _Config, inputs: int, groups: int) -> tuple[Tensor, int | None] | None:
-    """The group of each input, and the size of regular groups; None after a fault."""
+def _groups(members: Members, config: _Config, inputs: int, groups: int) -> tuple[Tensor, int] | None:
+    """The group of each input, and the size of groups; None after a fault."""
     size = config.group_size if config.group_size > 0 else inputs
     if ceil_div(inputs, size) != groups:
         if not config.varies or inputs % groups:
@@ -188,17 +189,15 @@ def _groups(members: Members, config: _Config, inputs: int, groups: int) -> tupl
     if g_idx is None:
         return None
     indices = g_idx.read().long()
-    if torch.equal(indices, regular):
-        return regular, size
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= groups:
         members.fault("g_idx", f"names the groups {low} to {high} of {groups}")
         return None
-    return indices, None
+    return indices, size
 
 
 def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
-    """Add the matrix in int4 or int8; by its values if groups are not neighbours."""
+    """Add the matrix in int4 or int8; by its values if groups differ in size."""
     out, inputs = matrix.shape
     groups, bits = matrix.scales.shape[0], matrix.bits
     of_rows = (out, inputs) if bits == 8 else (out, inputs // 2)
@@ -212,8 +211,9 @@ def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
     def values() -> LazyTensor:
         return Values(matrix.shape, data, of_int8 if bits == 8 else of_int4, scale, matrix.groups, zero)
 
-    if matrix.size is None:
-        found.note("groups have inputs in another order (desc_act), so codes become plain values", matrix.name)
+    order = None if is_regular(matrix.groups, matrix.size) else inputs_by_group(matrix.groups, matrix.size)
+    if order is None and not is_regular(matrix.groups, matrix.size):
+        found.note("groups differ in their numbers of inputs (desc_act), so codes become plain values", matrix.name)
         found.tensors[matrix.name] = values()
         return
     option, buffer = scale_buffer(scale, has_float16=True)
@@ -222,7 +222,7 @@ def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
         buffers["zero"] = zero if bits == 8 else mapped(zero, torch.int8, lambda read: read * 16)
     size = "row" if groups == 1 else str(matrix.size)
     kind = "" if zero is None else ":asymmetric"
-    found.add(matrix.name, matrix.shape, f"int{8 if bits == 8 else 4}:{size}{kind}{option}", buffers, values)
+    found.add(matrix.name, matrix.shape, f"int{8 if bits == 8 else 4}:{size}{kind}{option}", buffers, values, order)
 
 
 def _turned(read: Tensor) -> Tensor:

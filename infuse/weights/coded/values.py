@@ -43,6 +43,18 @@ def regular_groups(inputs: int, size: int) -> Tensor:
     return torch.arange(inputs) // size
 
 
+def is_regular(groups: Tensor, size: int) -> bool:
+    """Whether the inputs of each group are neighbours, in order."""
+    return torch.equal(groups, regular_groups(len(groups), size))
+
+
+def inputs_by_group(groups: Tensor, size: int) -> Tensor | None:
+    """The inputs, int32, sorted by group; None if not every group has `size` of them."""
+    if len(groups) % size or not bool((groups.bincount() == size).all()):
+        return None
+    return groups.argsort(stable=True).to(torch.int32)
+
+
 def of_int4(data: Tensor) -> Tensor:
     return unpack_int4(data)
 

@@ -24,16 +24,21 @@ class Merged:
 
     @property
     def coded(self) -> Coded | None:
-        """The buffers of all experts, if all parts are stored in one format."""
-        stored = [[part.coded for part in parts] for parts in self.parts]
+        """The buffers of all experts, if all parts are stored in one format, and none in act-order."""
+        stored = [_coded(parts) for parts in self.parts]
         formats = {coded.format if coded else None for row in stored for coded in row}
         first = stored[0][0]
-        if first is None or len(formats) != 1:
+        if first is None or len(formats) != 1 or self.has_orders:
             return None
         buffers = {
             name: Merged([[coded.buffers[name] for coded in row if coded] for row in stored]) for name in first.buffers
         }
         return Coded(first.format, buffers)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a part is stored in act-order. Experts have orders of their own, which one matrix cannot have."""
+        return any(coded is not None and coded.order is not None for row in self.parts for coded in _coded(row))
 
     @property
     def shape(self) -> Shape:
@@ -48,6 +53,10 @@ class Merged:
         experts, rows, *columns = (*part, slice(None), slice(None))[: max(len(part), 2)]
         start, stop, _ = rows.indices(self.shape[1])
         return torch.stack([_expert(parts, start, stop, tuple(columns)) for parts in self.parts[experts]])
+
+
+def _coded(parts: Iterable[LazyTensor]) -> list[Coded | None]:
+    return [part.coded for part in parts]
 
 
 def _expert(parts: Iterable[LazyTensor], start: int, stop: int, columns: Slices) -> Tensor:

@@ -322,9 +322,9 @@ def test_a_load_quantizes_each_matrix_once(tmp_path: Path, monkeypatch: pytest.M
     seen: list[tuple[str, ...]] = []
     quantized = fill.quantized
 
-    def counted(one: Any, *rest: Any) -> Any:
+    def counted(one: Any, *rest: Any, **how: bool) -> Any:
         seen.append(one.sources)
-        return quantized(one, *rest)
+        return quantized(one, *rest, **how)
 
     monkeypatch.setattr(fill, "quantized", counted)
     model = on_meta("llama", tie_word_embeddings=True)

@@ -170,7 +170,7 @@ def test_the_whole_load_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest
     BY_NAME["llama"].make().save_pretrained(tmp_path)
     opened: list[Checkpoint] = []
     check = Checkpoint.__init__
-    monkeypatch.setattr(Checkpoint, "__init__", lambda self, files: (check(self, files), opened.append(self))[0])
+    monkeypatch.setattr(Checkpoint, "__init__", lambda self, *given: (check(self, *given), opened.append(self))[0])
     loaded("llama", str(tmp_path), dtype="bf16", quant="int8:16")
     stored = sum(tensor.nbytes for tensor in on_meta("llama").state_dict().values())
     assert len(opened) == 1 and opened[0].bytes_read == stored

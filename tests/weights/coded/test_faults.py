@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint
@@ -23,13 +25,20 @@ from tests.support.quantized_files import BY_CASE, CASES, ROOM, Case, llama, pub
 ONE = dict(ROOM, num_hidden_layers=1)
 AT = "model.layers.0.mlp.up_proj"
 AMBIGUOUS = ("no ('checkpoint_format',)", "('checkpoint_format',) = None")  # version 1, or so it seems
+# Primes, so that a part has all tensors and keys, and all ways of breaking them.
+TENSOR_PARTS, CONFIG_PARTS = 5, 7
 METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", "aqlm")
 
 
+@cache
+def empty() -> nn.Module:
+    """A model on meta, which all broken files are read for: only its names and shapes are looked at."""
+    return on_meta("llama", **ONE)
+
+
 def taken(folder: Path) -> LazyTensor:
-    """The tensor of the matrix that is broken, for a model on meta."""
-    model = on_meta("llama", **ONE)
-    return model_tensors(model, Checkpoint(find_files(str(folder)))).tensors[f"{AT}.weight"]
+    """The tensor of the matrix that is broken."""
+    return model_tensors(empty(), Checkpoint(find_files(str(folder)))).tensors[f"{AT}.weight"]
 
 
 def broken(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -91,12 +100,18 @@ def judged(folder: Path, exact: Tensor, what: str) -> str | None:
     return None
 
 
+def in_parts(count: int) -> list[Any]:
+    """Parts of the broken files of a case: 0 always runs, the others, which together take minutes, with --variants."""
+    return [pytest.param(part, marks=[pytest.mark.variants] if part else []) for part in range(count)]
+
+
+@pytest.mark.parametrize("part", in_parts(TENSOR_PARTS))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_broken_tensors_are_refused(case: Case, tmp_path: Path) -> None:
+def test_broken_tensors_are_refused(case: Case, part: int, tmp_path: Path) -> None:
     exact = publish(tmp_path, case, llama(**ONE))[f"{AT}.weight"]
     whole = load_file(tmp_path / "model.safetensors")
     loads = []
-    for what, tensors in broken(whole):
+    for what, tensors in islice(broken(whole), part, None, TENSOR_PARTS):
         save_file(tensors, tmp_path / "model.safetensors")
         told = judged(tmp_path, exact, what)
         if told is None:
@@ -107,10 +122,11 @@ def test_broken_tensors_are_refused(case: Case, tmp_path: Path) -> None:
     assert all(any(one in what for one in harmless) for what in loads), loads
 
 
+@pytest.mark.parametrize("part", in_parts(CONFIG_PARTS))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_contradicting_configs_are_refused_or_harmless(case: Case, tmp_path: Path) -> None:
+def test_contradicting_configs_are_refused_or_harmless(case: Case, part: int, tmp_path: Path) -> None:
     exact = publish(tmp_path, case, llama(**ONE))[f"{AT}.weight"]
-    for what, config in configs(dict(case.config)):
+    for what, config in islice(configs(dict(case.config)), part, None, CONFIG_PARTS):
         if "asym" in case.name and what in AMBIGUOUS:
             continue
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))

@@ -18,25 +18,8 @@ from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
 from tests.support.checkpoints import on_meta
 from tests.support.quantized_files import BY_CASE, CASES, ROOM, Case, llama, publish, write
+from tests.support.quantized_models import loaded, logits, with_values
 from tests.support.ranks import Ranks
-
-IDS = torch.arange(5, 21)[None]
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
-
-
-def with_values(model: Any, state: dict[str, Tensor]) -> Any:
-    model.load_state_dict(state)
-    return model.eval()
-
-
-def loaded(folder: Path | str, name: str = "llama", **keys: Any) -> infuse.InferenceEngine:
-    changes = keys.pop("changes", ROOM)
-    keys = {"dtype": "fp32", "progress": False, "replace_with_kernel_inject": True, **keys}
-    return infuse.init_inference(on_meta(name, **changes), checkpoint=str(folder), **keys)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -133,7 +116,7 @@ def test_other_files_tell_the_form(file: str, case: str, content: dict[str, Any]
 
 
 def test_what_is_not_used_is_said(tmp_path: Path) -> None:
-    """Scales of cached keys and values, biases of zeros that old files of GPTQ have, and act-order."""
+    """Scales of cached keys and values, and biases of zeros that old files of GPTQ have."""
     case = BY_CASE["compressed-fp8"]
     state = publish(tmp_path, case, llama())
     stored = load_file(tmp_path / "model.safetensors")

@@ -151,11 +151,11 @@ struct StepMachine {
     const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels();
     const int64_t turns = turns_of(state, tokens, {batch, a.taps, channels}, from->scalar_type());
     if (!turns) return std::nullopt;
-    const Array rows = array_rows(*from, a.into.outputs), y = array_rows(*from, channels);
+    const Array rows = array_rows(*from, outputs_of(a.into)), y = array_rows(*from, channels);
     multiply(a.into, *from, rows, given.once);
     wrote_state = true;
     for (int64_t turn = 0; turn < turns; ++turn) {
-      const int64_t row = turn * a.into.outputs;
+      const int64_t row = turn * outputs_of(a.into);
       ConvArgs conv = conv_of(a, rows, row + 2 * channels, channels, *state, y, turn, turns);
       conv.gate = bytes_at(rows, row), conv.out_gate = bytes_at(rows, row + channels);
       conv.gate_b = conv.out_b = conv.x_b, conv.gate_t = conv.out_t = conv.x_t;
@@ -166,7 +166,7 @@ struct StepMachine {
   Maybe apply(const LinearAttentionPart& a, const Maybe& from) const {
     const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
     const Maybe& state = a.state.array ? a.state.array : given.values;
-    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels(), width = a.into.outputs;
+    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels(), width = outputs_of(a.into);
     const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
     const int64_t same = turns_of(state, tokens, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float);
     if (!turns || same != turns) return std::nullopt;
@@ -214,7 +214,7 @@ struct StepMachine {
     const Type type = type_of(rows);
     for (int64_t t = 0; t < tokens; ++t) {
       float *decay = made.data() + size_t(t) * heads, *beta = decay + count;
-      kernels().router.convert(bytes_at(rows, t * a.into.outputs + a.step_at), type, row.data(), Type::f32, a.heads);
+      kernels().router.convert(bytes_at(rows, t * outputs_of(a.into) + a.step_at), type, row.data(), Type::f32, a.heads);
       for (size_t h = 0; h < heads; ++h) {
         const float x = row[h] + bias[h];
         float step = x > 20 ? x : std::log1p(std::exp(x));
@@ -222,7 +222,7 @@ struct StepMachine {
         decay[h] = -rate[h] * step, beta[h] = step;
       }
       if (a.beta_at < 0) continue;
-      kernels().router.convert(bytes_at(rows, t * a.into.outputs + a.beta_at), type, row.data(), Type::f32, a.heads);
+      kernels().router.convert(bytes_at(rows, t * outputs_of(a.into) + a.beta_at), type, row.data(), Type::f32, a.heads);
       for (size_t h = 0; h < heads; ++h) beta[h] = float(a.beta_factor) / (1 + std::exp(-row[h]));
     }
     return made;

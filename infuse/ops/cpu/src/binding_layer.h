@@ -77,11 +77,12 @@ struct ShortConvPart {
   static constexpr std::string_view kKind = "short_conv";
   int64_t taps;
   Maybe conv, conv_bias;
-  LinearPart into, out;
+  ProductPart into;
+  LinearPart out;
   Storage convolved;
   INFUSE_FIELDS(taps, conv, conv_bias, into, out, convolved)
 
-  int64_t channels() const { return into.outputs / 3; }
+  int64_t channels() const { return outputs_of(into) / 3; }
 };
 // The sections of `into` begin at *_at; queries, keys and values are next to each other. beta_at is -1 for state spaces,
 // whose dt, between `least` and `most`, takes its place.
@@ -91,7 +92,8 @@ struct LinearAttentionPart {
   bool delta, gate_first, sigmoid;
   double scale, beta_factor, least, most, eps;
   Maybe conv, conv_bias, A_log, dt_bias, D, norm;
-  LinearPart into, out;
+  ProductPart into;
+  LinearPart out;
   Storage convolved, state;
   INFUSE_FIELDS(heads, key_heads, key_width, value_width, q_at, k_at, v_at, gate_at, beta_at, step_at, norm_width, taps,
                 delta, gate_first, sigmoid, scale, beta_factor, least, most, eps, conv, conv_bias, A_log, dt_bias, D,
@@ -335,7 +337,7 @@ inline bool takes(const LinearAttentionPart& a, ScalarType type, int64_t columns
   };
   const bool normed = !a.norm || (a.norm->scalar_type() == type && a.norm->is_contiguous() &&
                                   a.norm->numel() % a.norm_width == 0);
-  return takes(a.into, type, columns, a.into.outputs) && takes(a.out, type, a.values(), columns) &&
+  return takes(a.into, type, columns, outputs_of(a.into)) && takes(a.out, type, a.values(), columns) &&
          takes_conv(a.conv, a.conv_bias, type, a.channels(), a.taps) && of_heads(a.A_log) && of_heads(a.dt_bias) &&
          of_heads(a.D) && normed && a.key_width <= kMostKeyWidth;
 }

@@ -1,0 +1,159 @@
+"""Tensors of modules that hold their weights in codes, under the names and in the layouts of files.
+
+Modules are those of bitsandbytes and of compressed-tensors; they are known by names, and neither is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.architectures.plain import patched
+from infuse.weights.coded.form import ceil_div
+from infuse.weights.lazy import InMemory, LazyTensor, Shape, Slices, Stored
+
+BITSANDBYTES, COMPRESSED = "bitsandbytes", "compressed-tensors"
+_FOUR, _EIGHT = ("Linear4bit", "LinearNF4", "LinearFP4"), ("Linear8bitLt",)
+_PACKAGE = "compressed_tensors"
+_BAND, _PAIRS = 32, 32  # bitsandbytes packs bands of 32 rows for its kernel, in pieces of 32 bytes of two codes each
+_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+
+
+class UnreadableCodes(Exception):
+    """Why a module's codes cannot be read."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """Tensors in memory as those of a file, on the CPU."""
+
+    tensors: Mapping[str, LazyTensor]
+    path: Path = Path("the model in memory")
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        return {name: Stored(tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, part: Slices = ()) -> Tensor:
+        return self.tensors[name].read(part).cpu()
+
+
+@dataclass(frozen=True, eq=False)
+class Unpacked:
+    """Bytes [rows * width, 1] of two codes each, row by row, the first code in the high nibble.
+
+    `packed`, uint8 [rows, width], is what the first forward of bitsandbytes makes of them on CPUs with AVX-512.
+    """
+
+    packed: Tensor
+
+    dtype, coded = torch.uint8, None
+
+    @property
+    def shape(self) -> Shape:
+        return (self.packed.numel(), 1)
+
+    def read(self, part: Slices = ()) -> Tensor:
+        start, stop, _ = (part[0] if part else slice(None)).indices(self.packed.numel())
+        width = self.packed.shape[1]
+        first, last = start // width // _BAND * _BAND, ceil_div(ceil_div(stop, width), _BAND) * _BAND
+        pieces = self.packed[first:last].reshape(-1, _PAIRS)
+        codes = torch.cat((pieces & 15, pieces >> 4), dim=1)
+        pairs = codes.reshape(-1, width, _BAND, 2).transpose(1, 2).reshape(-1, 2)
+        joined = pairs[:, 0] << 4 | pairs[:, 1]
+        return joined[start - first * width : stop - first * width, None]
+
+
+def coded_by(module: nn.Module) -> str | None:
+    """The library, of those whose modules are read, that holds this module's weights in codes; None for any other."""
+    if type(module).__module__.partition(".")[0] == BITSANDBYTES and type(module).__name__ in (*_FOUR, *_EIGHT):
+        return BITSANDBYTES
+    scheme = vars(module).get("quantization_scheme")
+    return COMPRESSED if type(scheme).__module__.partition(".")[0] == _PACKAGE else None
+
+
+def file_tensors(path: str, module: nn.Module) -> dict[str, LazyTensor]:
+    """The tensors that a file has for the module at `path`, except its bias. UnreadableCodes says why there are none.
+
+    For modules with a `coded_by`.
+    """
+    if coded_by(module) == COMPRESSED:
+        leaves = _of_compressed(path, module)
+    elif patched(module):
+        raise UnreadableCodes(f"{path} has a forward set on the instance")
+    else:
+        leaves = _of_four_bits(path, module) if type(module).__name__ in _FOUR else _of_eight_bits(path, module)
+    return {f"{path}.{leaf}": one if isinstance(one, Unpacked) else InMemory(one) for leaf, one in leaves.items()}
+
+
+def is_rounded(module: nn.Module) -> bool:
+    """True if a forward of bitsandbytes has rounded the scales of this module to bfloat16."""
+    return bool(getattr(_state_of(module), "packing_format_for_cpu", False))
+
+
+def _state_of(module: Any) -> Any:
+    state = getattr(module.weight, "quant_state", None)
+    return getattr(module, "quant_state", None) if state is None else state
+
+
+def _of_four_bits(path: str, module: Any) -> dict[str, Tensor | Unpacked]:
+    """Of a Linear4bit. Its own state dict would quantize scales again that its first forward has dequantized."""
+    state, weight = _state_of(module), _plain(module.weight)
+    if state is None or state.shape is None or weight.is_floating_point():
+        raise UnreadableCodes(f"{path} has no codes yet: move the model to its device first")
+    told = {"quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape)}
+    leaves: dict[str, Tensor | Unpacked] = {"weight": weight, "weight.quant_map": _plain(state.code)}
+    absmax = _plain(state.absmax)
+    if is_rounded(module):
+        out, inputs = state.shape
+        if weight.shape != (out, inputs // 2) or out % _BAND or absmax.shape != (inputs // state.blocksize, out):
+            raise UnreadableCodes(f"{path} is packed in an unknown way, {tuple(weight.shape)} for {tuple(state.shape)}")
+        leaves["weight"], absmax = Unpacked(weight), absmax.t().reshape(-1).float()
+    elif state.nested:
+        told |= {"nested_blocksize": state.state2.blocksize, "nested_offset": float(state.offset)}
+        leaves["weight.nested_absmax"] = _plain(state.state2.absmax)
+        leaves["weight.nested_quant_map"] = _plain(state.state2.code)
+    leaves["weight.absmax"] = absmax
+    text = json.dumps(told).encode()
+    leaves[f"weight.quant_state.bitsandbytes__{state.quant_type}"] = torch.tensor(list(text), dtype=torch.uint8)
+    return leaves
+
+
+def _of_eight_bits(path: str, module: Any) -> dict[str, Tensor | Unpacked]:
+    """Of a Linear8bitLt, whose scales move from the weight to the module's state in the first forward."""
+    state = getattr(module, "state", None)
+    scale = getattr(module.weight, "SCB", None)
+    scale = getattr(state, "SCB", None) if scale is None else scale
+    weight = _plain(module.weight)
+    if scale is None or weight.dtype != torch.int8:
+        raise UnreadableCodes(f"{path} has no codes, but weights in {str(weight.dtype).removeprefix('torch.')}")
+    return {"weight": weight, "SCB": _plain(scale)}
+
+
+def _of_compressed(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]:
+    """Of a linear of compressed-tensors before the first forward of the model, which makes plain values of codes."""
+    if type(module) is not nn.Linear:
+        raise UnreadableCodes(f"compressed-tensors quantizes {path} ({type(module).__name__}), not linears alone")
+    forward = vars(module).get("forward")
+    code: Any = getattr(forward, "__func__", forward)
+    if forward is not None and getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] != _PACKAGE:
+        raise UnreadableCodes(f"{path} has a forward set on the instance")
+    held = {**module._parameters, **module._buffers}
+    tensors = {leaf: _plain(one) for leaf, one in held.items() if one is not None and leaf != "bias"}
+    weight = tensors.get("weight")
+    if "weight_packed" not in tensors and (weight is None or weight.dtype not in _CODES):
+        raise UnreadableCodes(
+            "compressed-tensors has made plain values of its codes, as the first forward does; its linears round "
+            "activations where the config says so: call init_inference before the first forward"
+        )
+    return dict(tensors)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_subclass(Tensor)
