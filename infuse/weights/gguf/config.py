@@ -5,60 +5,31 @@ Sizes that tensors show are taken from the tensors. Nothing of transformers is i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from infuse.errors import CheckpointError
-from infuse.weights.gguf.file import Entry, GGUFFile
+from infuse.weights.gguf.file import GGUFFile
+from infuse.weights.gguf.metadata import PATTERN, Metadata
 from infuse.weights.gguf.names import DEFAULT_BASE, family_of
 from infuse.weights.gguf.rotary import rope_parameters
 
-_MISSING = object()
 # Blocks of the models whose queries are scaled by the width of a head as if heads tiled the hidden state; others by the
 # head's own width. The files do not say it: llama.cpp knows these sizes too.
 _GEMMA2_27B_BLOCKS, _GEMMA3_27B_BLOCKS = 46, 62
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """Keys and tensors of a model's files, looked up for its architecture."""
-
-    files: tuple[GGUFFile, ...]
-    architecture: str
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        return {name: entry for file in self.files for name, entry in file.entries.items()}
-
-    def has(self, tensor: str) -> bool:
-        return any(tensor in file.entries for file in self.files)
-
-    def get(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of `key` of the architecture; a list for each layer must have one value, zeros aside."""
-        value = self.files[0].values.get(f"{self.architecture}.{key}", default)
-        if value is _MISSING:
-            raise CheckpointError(f"{self.files[0].path}: has no {self.architecture}.{key}, which the config needs")
-        if isinstance(value, list):
-            different = {one for one in value if one}
-            if len(different) != 1:
-                told = f"{self.architecture}.{key} differs between layers"
-                raise CheckpointError(f"{self.files[0].path}: {told}: {sorted(different)}; possible: one value")
-            return different.pop()
-        return value
-
-    def rows(self, tensor: str, axis: int = -2) -> int | None:
-        """The size of a tensor along `axis`, None if it is not there."""
-        entry = self.entries.get(tensor)
-        return None if entry is None or len(entry.shape) < -axis else entry.shape[axis]
-
-    @property
-    def head_dim(self) -> int:
-        size = self.get("attention.key_length", None)
-        width = self.rows("blk.0.attn_q.weight") or self.get("embedding_length")
-        return size or width // self.get("attention.head_count")
+# Keys that change what a model computes, and the architectures whose configs have a value for them.
+_TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "rope.dimension_count": ("phi3", "stablelm", "nemotron"),
+    PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2"),
+    "attention.scale": ("granite",),
+    "logit_scale": ("granite", "command-r", "cohere2"),
+    "embedding_scale": ("granite",),
+    "residual_scale": ("granite",),
+})  # fmt: skip
+_CLOSE = 1e-5  # relative: scales are stored in float32
 
 
 def config_values(files: tuple[GGUFFile, ...]) -> dict[str, Any]:
@@ -66,6 +37,7 @@ def config_values(files: tuple[GGUFFile, ...]) -> dict[str, Any]:
     architecture, _ = family_of(files[0].values, files[0].path)
     meta = Metadata(files, architecture)
     values = _of_all(meta)
+    _refuse_dropped(meta)
     for key, name in _IDS.items():
         values[key] = files[0].values.get(f"tokenizer.ggml.{name}")
     end_of_turn = files[0].values.get("tokenizer.ggml.eot_token_id")
@@ -92,32 +64,101 @@ def _of_all(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _refuse_dropped(meta: Metadata) -> None:
+    """Raise CheckpointError for all keys that have no place in the config and would change what the model computes."""
+    harmless: dict[str, tuple[float, ...]] = {
+        "rope.dimension_count": (meta.head_dim,),
+        "attention.scale": (0, meta.head_dim**-0.5),
+        "logit_scale": (0, 1),
+        "embedding_scale": (0, 1),
+        "residual_scale": (0, 1),
+        PATTERN: (),
+    }
+    faults = []
+    for key, architectures in _TAKEN_BY.items():
+        if meta.architecture in architectures or not meta.stores(key):
+            continue
+        if harmless[key] and any(math.isclose(meta.get(key), one, rel_tol=_CLOSE) for one in harmless[key]):
+            continue
+        possible = " or ".join(f"{one:g}" for one in harmless[key]) or "none"
+        value = meta.of_layers(key) or meta.get(key)
+        faults.append(f"{meta.architecture}.{key} is {str(value):.40} (possible: {possible})")
+    if faults:
+        what = f"keys that a {meta.architecture} of transformers has no value for"
+        raise CheckpointError(f"{meta.files[0].path}: has {what}: {'; '.join(faults)}")
+
+
 def _rotation(meta: Metadata) -> dict[str, Any]:
     theta = meta.get("rope.freq_base", DEFAULT_BASE)
     plain = {"rope_type": "default", "rope_theta": theta}
+    # As llama.cpp: linear without a type, the older key without the newer one, and 0 for none.
+    kind = meta.get("rope.scaling.type", "linear")
+    key = "rope.scaling.factor" if meta.stores("rope.scaling.factor") else "rope.scale_linear"
+    factor = meta.get(key, 1.0)
+    if kind == "yarn":
+        rotation = _yarn(meta, theta, key, factor)
+    elif kind in ("none", "longrope") or (kind == "linear" and factor in (0, 1)):
+        rotation = plain
+    elif kind == "linear":
+        rotation = {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
+    else:
+        raise meta.fault("rope.scaling.type", kind, "none, linear, yarn, longrope")
+    attention = meta.get("rope.scaling.attn_factor", 1.0)
+    if kind != "yarn" and attention != 1 and not _has_factors(meta):
+        raise meta.fault("rope.scaling.attn_factor", attention, "1, or scaling by yarn or by rope_factors")
     for file in meta.files:
         if "rope_freqs.weight" in file.stored:
+            if rotation != plain:
+                raise meta.fault(key, factor, "1, or a file without rope_freqs.weight")
             return rope_parameters(file.read("rope_freqs.weight"), theta, meta.get("context_length"))
-    kind = meta.get("rope.scaling.type", "none")
-    factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 1.0))
-    if kind in ("none", "longrope") or (kind == "linear" and factor == 1.0):
-        return plain
-    if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
-    if kind == "yarn":
-        original = meta.get("rope.scaling.original_context_length", None)
-        context = meta.get("context_length")
-        more = {name: value for name in ("beta_fast", "beta_slow") if (value := _yarn(meta, name)) is not None}
-        scaled = {"factor": factor, "original_max_position_embeddings": original or int(context / factor)}
-        return {"rope_type": "yarn", "rope_theta": theta} | scaled | more
-    raise CheckpointError(
-        f"{meta.files[0].path}: {meta.architecture}.rope.scaling.type is {kind!r:.40}; "
-        "possible: none, linear, yarn, longrope"
-    )
+    return rotation
 
 
-def _yarn(meta: Metadata, name: str) -> Any:
-    return meta.get(f"rope.scaling.yarn_{name}", None)
+def _has_factors(meta: Metadata) -> bool:
+    tensors = (f"rope_factors_{name}.weight" for name in ("short", "long"))
+    return meta.architecture == "phi3" and all(any(one in file.stored for file in meta.files) for one in tensors)
+
+
+def _yarn(meta: Metadata, theta: float, key: str, factor: float) -> dict[str, Any]:
+    if factor <= 0:
+        raise meta.fault(key, factor, "a number above 0 for yarn")
+    if (mixed := meta.get("rope.scaling.yarn_ext_factor", 1.0)) != 1 and mixed >= 0:  # below 0: not set
+        raise meta.fault("rope.scaling.yarn_ext_factor", mixed, "1")
+    original = meta.get("rope.scaling.original_context_length", 0) or int(meta.get("context_length") / factor)
+    if original < 1:
+        raise meta.fault(key, factor, f"up to {meta.get('context_length')}, the context length")
+    scaled = {"factor": float(factor), "original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if meta.stores(f"rope.scaling.yarn_{name}"):
+            scaled[name] = float(meta.get(f"rope.scaling.yarn_{name}"))
+    names = ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier")
+    if any(meta.stores(f"rope.scaling.{name}") for name in names):
+        scaled["attention_factor"] = _attention_factor(meta, factor)
+    return {"rope_type": "yarn", "rope_theta": theta} | scaled
+
+
+def _attention_factor(meta: Metadata, factor: float) -> float:
+    """What cosines and sines are multiplied by: `attn_factor` times the factor of yarn's own formula.
+
+    `yarn_attn_factor` is the attention_factor of the config that a file was made of, and replaces the formula.
+    """
+
+    def by_formula(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    own = by_formula(1.0) / by_formula(meta.get("rope.scaling.yarn_log_multiplier", 0.0))
+    return float(meta.get("rope.scaling.attn_factor", 1.0) * meta.get("rope.scaling.yarn_attn_factor", own))
+
+
+def _layer_types(meta: Metadata) -> dict[str, Any]:
+    """Which layers have a window, if the file says it: for each layer, or as the period of those without one."""
+    if not meta.stores(PATTERN):
+        return {}
+    count, each = meta.get("block_count"), meta.of_layers(PATTERN)
+    if each is None:
+        period = meta.get(PATTERN)
+        each = [period == 0 or number % period < period - 1 for number in range(count)]
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in each]}
 
 
 def _llama(meta: Metadata) -> dict[str, Any]:
@@ -171,23 +212,31 @@ def _qwen3moe(meta: Metadata) -> dict[str, Any]:
 
 
 def _gemma2(meta: Metadata) -> dict[str, Any]:
-    return {
-        "sliding_window": meta.get("attention.sliding_window", 4096),
-        "attn_logit_softcapping": meta.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
-        "query_pre_attn_scalar": _query_scale(meta, _GEMMA2_27B_BLOCKS),
-    } | _class("Gemma2")
+    return (
+        {
+            "sliding_window": meta.get("attention.sliding_window", 4096),
+            "attn_logit_softcapping": meta.get("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
+            "query_pre_attn_scalar": _query_scale(meta, _GEMMA2_27B_BLOCKS),
+        }
+        | _layer_types(meta)
+        | _class("Gemma2")
+    )
 
 
 def _gemma3(meta: Metadata) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": meta.get("rope.freq_base_swa", DEFAULT_BASE)}
-    return {
-        "model_type": "gemma3_text",
-        "sliding_window": meta.get("attention.sliding_window", 1024),
-        "final_logit_softcapping": meta.get("final_logit_softcapping", None),
-        "query_pre_attn_scalar": _query_scale(meta, _GEMMA3_27B_BLOCKS),
-        "rope_parameters": {"full_attention": _rotation(meta), "sliding_attention": local},
-    } | _class("Gemma3")
+    return (
+        {
+            "model_type": "gemma3_text",
+            "sliding_window": meta.get("attention.sliding_window", 1024),
+            "final_logit_softcapping": meta.get("final_logit_softcapping", None),
+            "query_pre_attn_scalar": _query_scale(meta, _GEMMA3_27B_BLOCKS),
+            "rope_parameters": {"full_attention": _rotation(meta), "sliding_attention": local},
+        }
+        | _layer_types(meta)
+        | _class("Gemma3")
+    )
 
 
 def _query_scale(meta: Metadata, blocks_of_27b: int) -> int:
@@ -197,9 +246,8 @@ def _query_scale(meta: Metadata, blocks_of_27b: int) -> int:
 
 
 def _phi3(meta: Metadata) -> dict[str, Any]:
-    original = meta.get("rope.scaling.original_context_length", meta.get("context_length"))
-    rotated = meta.get("rope.dimension_count", meta.head_dim) / meta.head_dim
-    rotation = _rotation(meta) | {"partial_rotary_factor": rotated, "original_max_position_embeddings": original}
+    original = meta.get("rope.scaling.original_context_length", 0) or meta.get("context_length")
+    rotation = _partly_rotated(meta) | {"original_max_position_embeddings": original}
     factors = {name: f"rope_factors_{name}.weight" for name in ("short", "long")}
     read = {
         f"{name}_factor": file.read(tensor).tolist()
@@ -209,6 +257,8 @@ def _phi3(meta: Metadata) -> dict[str, Any]:
     }
     if len(read) == 2:
         rotation |= read | {"rope_type": "longrope"}
+        if meta.stores("rope.scaling.attn_factor"):
+            rotation["attention_factor"] = float(meta.get("rope.scaling.attn_factor"))
     return {
         "original_max_position_embeddings": original,
         "sliding_window": meta.get("attention.sliding_window", 0) or None,
@@ -220,14 +270,18 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
     rotation = _rotation(meta)
     if rotation["rope_type"] == "yarn":
         rotation = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} | rotation
-    return {
-        "model_type": "gpt_oss",
-        "intermediate_size": meta.rows("blk.0.ffn_gate_exps.weight") or meta.get("expert_feed_forward_length"),
-        "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
-        "sliding_window": meta.get("attention.sliding_window", 128),
-        "rope_parameters": rotation,
-    } | _class("GptOss")
+    return (
+        {
+            "model_type": "gpt_oss",
+            "intermediate_size": meta.rows("blk.0.ffn_gate_exps.weight") or meta.get("expert_feed_forward_length"),
+            "num_local_experts": meta.get("expert_count"),
+            "num_experts_per_tok": meta.get("expert_used_count"),
+            "sliding_window": meta.get("attention.sliding_window", 128),
+            "rope_parameters": rotation,
+        }
+        | _layer_types(meta)
+        | _class("GptOss")
+    )
 
 
 def _cohere(meta: Metadata) -> dict[str, Any]:
@@ -236,7 +290,8 @@ def _cohere(meta: Metadata) -> dict[str, Any]:
 
 
 def _cohere2(meta: Metadata) -> dict[str, Any]:
-    return {"sliding_window": meta.get("attention.sliding_window")} | _scaled_logits(meta) | _class("Cohere2")
+    own = {"sliding_window": meta.get("attention.sliding_window")} | _layer_types(meta)
+    return own | _scaled_logits(meta) | _class("Cohere2")
 
 
 def _scaled_logits(meta: Metadata) -> dict[str, Any]:
@@ -265,6 +320,8 @@ def _nemotron(meta: Metadata) -> dict[str, Any]:
 
 def _partly_rotated(meta: Metadata) -> dict[str, Any]:
     rotated = meta.get("rope.dimension_count", meta.head_dim)
+    if rotated > meta.head_dim:
+        raise meta.fault("rope.dimension_count", rotated, f"up to {meta.head_dim}, the width of a head")
     return _rotation(meta) | {"partial_rotary_factor": rotated / meta.head_dim}
 
 

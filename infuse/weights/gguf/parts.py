@@ -44,7 +44,7 @@ def open_parts(paths: Sequence[Path]) -> tuple[GGUFFile, ...]:
     first = files[0]
     count = _number(first, "split.count", 1)
     found = [_number(file, "split.no", 0) for file in files]
-    if found != list(range(max(count, 1))):
+    if max(count, 1) != len(files) or found != list(range(len(files))):
         told = ", ".join(f"{file.path.name} is number {number + 1}" for file, number in zip(files, found, strict=True))
         raise CheckpointError(f"{first.path}: is split in {count} files, and there are: {told}; give all, each once")
     wrong = [file.path.name for file in files if _number(file, "split.count", 1) != count]

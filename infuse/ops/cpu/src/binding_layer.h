@@ -302,6 +302,7 @@ inline bool takes(const LinearPart& linear, ScalarType type, int64_t inputs, int
 inline bool takes(const ProductPart& product, ScalarType type, int64_t inputs, int64_t outputs) {
   if (const auto* whole = std::get_if<LinearPart>(&product)) return takes(*whole, type, inputs, outputs);
   const auto* joined = std::get_if<JoinedPart>(&product);
+  if (!joined) return false;
   int64_t made = 0;
   for (const LinearPart& part : joined->parts) {
     if (!takes(part, type, inputs, part.outputs)) return false;

@@ -1,4 +1,4 @@
-// The exact values of fp8 (e4m3), fp6 (e3m2) codes, as infuse/quant defines them. The NaN of e4m3 is
+// The exact values of fp8 (e4m3) and fp6 (e3m2) codes, as infuse/quant defines them. The NaN of e4m3 is
 // not supported: weights that contain it are not converted to panels.
 #pragma once
 

@@ -148,7 +148,7 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
   store(static_cast<T*>(a.y) + r * a.outputs + o, acc, count);
 }
 
-// Scales in blocks, as the type S of few_rows, which expands those of kExpanded groups at once.
+// Scales in blocks whose factors are floating numbers, as the type S of few_rows: it expands kExpanded groups at once.
 struct InBlocks;
 constexpr int64_t kExpanded = 64;  // 8 KiB with the shifts, which stay in the nearest cache
 
@@ -220,13 +220,66 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   }
 }
 
+// The same with scales in blocks: one for each, or also bytes for its groups. Bytes are multiplied with the sums of their
+// groups, and a block's sum with its scale.
+template <class T, Code C, int R, bool bytes>
+void block_rows(const LinearArgs& a, int64_t panel, int64_t first) {
+  using P = UnitDot<T, C>;
+  constexpr int ahead = R == 1 ? kAhead : kFarAhead;
+  const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
+  const BlockLayout& layout = *a.blocks;
+  const int in_block = bytes ? layout.groups() : 1;
+  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
+  const int64_t row_bytes = kPanelRows, block_bytes = layout.bytes() * row_bytes;
+  const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
+  const Coding<C> coding(a);
+  for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
+    const int64_t o = panel * kPanelRows + lane;
+    const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
+    if (count <= 0) return;
+    const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
+    const uint8_t* block = a.scale + panel * kPanelRows * a.scale_bytes;
+    const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * P::words(a);
+    Vec acc[R];
+    for (int64_t g = 0; g < a.groups; g += in_block, block += block_bytes) {
+      const Vec d = load(reinterpret_cast<const f16*>(block) + lane, Vec::width);
+      if (layout.shifts) {
+        const Vec low = load(reinterpret_cast<const f16*>(block + layout.d_bytes() * row_bytes) + lane, Vec::width);
+        const auto* mn = reinterpret_cast<const int8_t*>(block + layout.mn_at() * row_bytes) + lane;
+        for (int r = 0; r < R; ++r) {
+          if constexpr (bytes) {
+            Vec sum;
+            for (int i = 0; i < in_block; ++i) {
+              sum = fma(load_zeros(mn + i * row_bytes), Vec(sums[r * a.groups + g + i]), sum);
+            }
+            acc[r] = fma(Vec() - low, sum, acc[r]);
+          } else {
+            acc[r] = fma(low, Vec(sums[r * a.groups + g]), acc[r]);
+          }
+        }
+      }
+      const auto* sc = reinterpret_cast<const int8_t*>(block + layout.sc_at() * row_bytes) + lane;
+      Vec made[R];
+      for (int i = 0; i < in_block; ++i, sc += row_bytes) {
+        typename P::template Sums<R> sums_of_group(x);
+        for (int64_t u = 0; u < in_group; ++u, p += kUnitBytes<C>) {
+          prefetch_unit<C>(p + ahead, into);
+          sums_of_group.template add<1>(coding, p, x);
+        }
+        const Vec scale = bytes ? load_zeros(sc) : d;
+        for (int r = 0; r < R; ++r) made[r] = fma(sums_of_group.total(r), scale, made[r]);
+      }
+      for (int r = 0; r < R; ++r) acc[r] = bytes ? fma(made[r], d, acc[r]) : acc[r] + made[r];
+    }
+    for (int r = 0; r < R; ++r) finish<T, C>(a, acc[r], o, count, first + r);
+  }
+}
+
 // Calls run with a null pointer to the type of the scales.
 template <Code C, class F>
 void with_scales(const LinearArgs& a, const F& run) {
   if constexpr (C == Code::real4) {
     run(static_cast<float*>(nullptr));
-  } else if constexpr (C == Code::five || C == Code::six) {
-    run(static_cast<InBlocks*>(nullptr));
   } else {
     if constexpr (C == Code::nibble) {
       if (a.scaling == Scaling::blocks) return run(static_cast<InBlocks*>(nullptr));
@@ -241,15 +294,32 @@ void with_scales(const LinearArgs& a, const F& run) {
   }
 }
 
+// The way for R rows of x from `first` on, by where the scales are.
+template <class T, Code C, int R>
+void rows_of_panel(const LinearArgs& a, int64_t panel, int64_t first) {
+  const bool bytes = a.blocks && a.blocks->factor == Factor::i8, one = a.blocks && a.blocks->factor == Factor::none;
+  if constexpr (C == Code::six) {
+    block_rows<T, C, R, true>(a, panel, first);
+  } else if constexpr (C == Code::five) {
+    bytes ? block_rows<T, C, R, true>(a, panel, first) : block_rows<T, C, R, false>(a, panel, first);
+  } else {
+    if constexpr (C == Code::nibble) {
+      if (bytes) return block_rows<T, C, R, true>(a, panel, first);
+      if (one) return block_rows<T, C, R, false>(a, panel, first);
+    }
+    with_scales<C>(a, [&](auto* scale) {
+      few_rows<T, C, R, std::remove_pointer_t<decltype(scale)>>(a, panel, first);
+    });
+  }
+}
+
 template <class T, Code C>
 void panel_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
     for (int64_t b = 0; b < row_blocks(a.rows, kMostPanelRows); ++b) {
       const auto [first, count] = row_block(a.rows, kMostPanelRows, b);
       with_rows<kMostPanelRows>(count, [&, first = first](auto rows) {
-        with_scales<C>(a, [&](auto* scale) {
-          few_rows<T, C, decltype(rows)::value, std::remove_pointer_t<decltype(scale)>>(a, panel, first);
-        });
+        rows_of_panel<T, C, decltype(rows)::value>(a, panel, first);
       });
     }
   }

@@ -1,0 +1,137 @@
+"""Keys of a model's GGUF files, each checked for its kind and range, so that no config is made of nonsense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from infuse.errors import CheckpointError
+from infuse.weights.gguf.file import Entry, GGUFFile
+
+PATTERN = "attention.sliding_window_pattern"
+_MISSING = object()
+_MOST_LAYERS = 999_999  # what names of tensors have digits for
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What values of a key can be, in words and as a test."""
+
+    told: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_COUNT = _Kind("a whole number from 1 on", lambda value: _is_count(value) and value >= 1)
+_ANY_COUNT = _Kind("a whole number from 0 on", lambda value: _is_count(value) and value >= 0)
+_LAYERS = _Kind(
+    f"a whole number from 1 to {_MOST_LAYERS}", lambda value: _is_count(value) and 1 <= value <= _MOST_LAYERS
+)
+_POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
+_NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+_NUMBER = _Kind("a finite number", _is_number)
+_TEXT = _Kind("a text", lambda value: isinstance(value, str))
+KINDS: Mapping[str, _Kind] = MappingProxyType({
+    "block_count": _LAYERS,
+    **dict.fromkeys(
+        ("embedding_length", "context_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
+         "rope.dimension_count"), _COUNT
+    ),
+    **dict.fromkeys(
+        ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count",
+         "expert_used_count", "attention.key_length", "attention.sliding_window",
+         "rope.scaling.original_context_length", PATTERN), _ANY_COUNT
+    ),
+    **dict.fromkeys(
+        ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
+         "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), _POSITIVE
+    ),
+    **dict.fromkeys(
+        ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.scaling.factor",
+         "rope.scale_linear", "rope.scaling.yarn_log_multiplier", "attn_logit_softcapping",
+         "final_logit_softcapping"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("rope.scaling.yarn_ext_factor", "attention.scale", "logit_scale", "embedding_scale", "residual_scale"), _NUMBER
+    ),
+    "rope.scaling.type": _TEXT,
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Keys and tensors of a model's files, looked up for its architecture."""
+
+    files: tuple[GGUFFile, ...]
+    architecture: str
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        return {name: entry for file in self.files for name, entry in file.entries.items()}
+
+    def has(self, tensor: str) -> bool:
+        return any(tensor in file.entries for file in self.files)
+
+    def get(self, key: str, default: Any = _MISSING) -> Any:
+        """The value of `key` of the architecture; a list for each layer must have one value, zeros aside.
+
+        CheckpointError if it is missing and has no default, or is not of the kind and range of that key.
+        """
+        value = self.files[0].values.get(f"{self.architecture}.{key}", _MISSING)
+        if value is _MISSING:
+            if default is not _MISSING:
+                return default
+            raise CheckpointError(f"{self.files[0].path}: has no {self.architecture}.{key}, which the config needs")
+        if isinstance(value, list):
+            different = {one for one in value if one} or {0}
+            if len(different) != 1:
+                told = f"differs between layers: {str(sorted(different)):.80}"
+                raise CheckpointError(f"{self.files[0].path}: {self.architecture}.{key} {told}; possible: one value")
+            value = different.pop()
+        kind = KINDS[key]
+        if not kind.accepts(value):
+            raise self.fault(key, value, kind.told)
+        return value
+
+    def fault(self, key: str, value: Any, possible: str) -> CheckpointError:
+        """The error of a key whose value cannot be taken."""
+        told = f"{self.architecture}.{key} is {value!r:.40}"
+        return CheckpointError(f"{self.files[0].path}: {told}; possible: {possible}")
+
+    def stores(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.files[0].values
+
+    def of_layers(self, key: str) -> list[Any] | None:
+        """The list of `key`, None if it is no list; CheckpointError if it is not as long as there are layers."""
+        value = self.files[0].values.get(f"{self.architecture}.{key}")
+        if not isinstance(value, list):
+            return None
+        if len(value) != self.get("block_count"):
+            raise self.fault(key, value, f"a value for each of {self.get('block_count')} layers")
+        return value
+
+    def rows(self, tensor: str, axis: int = -2) -> int | None:
+        """The size of a tensor along `axis`, None if it is not there."""
+        entry = self.entries.get(tensor)
+        return None if entry is None or len(entry.shape) < -axis else entry.shape[axis]
+
+    @property
+    def head_dim(self) -> int:
+        size = self.get("attention.key_length", None)
+        width, heads = (
+            self.rows("blk.0.attn_q.weight") or self.get("embedding_length"),
+            self.get("attention.head_count"),
+        )
+        if not size and heads > width:
+            raise self.fault("attention.head_count", heads, f"up to {width}, the rows of queries")
+        return size or width // heads

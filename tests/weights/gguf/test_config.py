@@ -1,0 +1,196 @@
+"""Keys of GGUF files that scale or cut what a model computes: each reaches the config, or is refused by its name."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from infuse.errors import CheckpointError
+from infuse.weights.gguf.config import config_values
+from infuse.weights.gguf.parts import open_parts
+from tests.support.gguf_files import llama_values, write
+
+SIZES = SimpleNamespace(
+    max_position_embeddings=128, num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+    num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters={"rope_theta": 1e4}, head_dim=16, vocab_size=32,
+)  # fmt: skip
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+NAN = float("nan")
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """The config's values of a file of an architecture with some keys; transformers must take them."""
+
+    def made(architecture, keys, tensors=None):
+        path = tmp_path / "model.gguf"
+        values = llama_values(SIZES, architecture) | {f"{architecture}.{key}": value for key, value in keys.items()}
+        write(path, architecture, values, tensors or {"token_embd.weight": torch.ones(32, 64)})
+        values = config_values(open_parts([path]))
+        AutoConfig.for_model(values["model_type"], **{key: one for key, one in values.items() if key != "model_type"})
+        return values
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "keys",
+    (
+        {"rope.scale_linear": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0},
+        {"rope.scaling.type": "linear", "rope.scale_linear": 4.0},
+    ),
+)
+def test_linear_scaling_needs_no_type(config_of, keys):
+    rotation = config_of("llama", keys)["rope_parameters"]
+    assert rotation == {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    (
+        {"rope.scale_linear": 1.0},
+        {"rope.scaling.factor": 0.0},
+        {"rope.scaling.type": "none"} | {"rope.scale_linear": 4.0},
+    ),
+)
+def test_no_scaling(config_of, keys):
+    assert config_of("llama", keys)["rope_parameters"]["rope_type"] == "default"
+
+
+OWN = 0.1 * math.log(4) + 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    (
+        ("attn_factor", 2.0, 2 * OWN),
+        ("attn_factor", 1.0, OWN),
+        ("yarn_attn_factor", 2.0, 2.0),
+        ("yarn_log_multiplier", 0.5, OWN / (0.05 * math.log(4) + 1)),
+    ),
+)
+def test_attention_factor_of_yarn(config_of, key, value, wanted):
+    rotation = config_of("qwen3", YARN | {f"rope.scaling.{key}": value})["rope_parameters"]
+    assert rotation["attention_factor"] == pytest.approx(wanted)
+    assert "attention_factor" not in config_of("qwen3", YARN)["rope_parameters"]
+
+
+def test_attention_factor_of_phi3(config_of):
+    tensors = {f"rope_factors_{name}.weight": torch.ones(8) for name in ("short", "long")}
+    tensors["token_embd.weight"] = torch.ones(32, 64)
+    rotation = config_of("phi3", {"rope.scaling.attn_factor": 1.5}, tensors)["rope_parameters"]
+    assert rotation["rope_type"] == "longrope" and rotation["attention_factor"] == 1.5
+
+
+@pytest.mark.parametrize("architecture", ("stablelm", "nemotron", "phi3"))
+def test_part_of_a_head_is_rotated(config_of, architecture):
+    keys = {"rope.dimension_count": 8, "attention.layer_norm_epsilon": 1e-5}
+    assert config_of(architecture, keys)["rope_parameters"]["partial_rotary_factor"] == 0.5
+
+
+WINDOWED = {
+    "gemma2": {},
+    "gemma3": {},
+    "gpt-oss": {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32},
+    "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_pattern_of_windows(config_of, architecture):
+    more = WINDOWED[architecture] | {"attention.sliding_window": 8}
+    for pattern, wanted in ((3, "ssfs"), (2, "sfsf"), (1, "ffff"), (0, "ssss"), ([True, False, False, True], "sffs")):
+        types = config_of(architecture, more | {"attention.sliding_window_pattern": pattern})["layer_types"]
+        assert "".join(one[0] for one in types) == wanted
+    assert "layer_types" not in config_of(architecture, more)
+
+
+@pytest.mark.parametrize("key", ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"))
+def test_scales(config_of, key):
+    """Granite's config has them all, Llama's none: it takes those that change nothing."""
+    name = {
+        "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+        "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    }[key]  # fmt: skip
+    assert config_of("granite", {key: 0.5})[name] == 0.5
+    with pytest.raises(CheckpointError, match=rf"model.gguf: .*llama\.{key} is 0.5 \(possible: 0 or "):
+        config_of("llama", {key: 0.5})
+    config_of("llama", {key: 0.25 if key == "attention.scale" else 1.0})
+
+
+def test_all_dropped_keys_are_in_one_error(config_of):
+    keys = {"rope.dimension_count": 8, "attention.scale": 0.5, "attention.sliding_window_pattern": [True] * 4}
+    match = r"qwen3.rope.dimension_count is 8 \(possible: 16\); .*pattern is .*none\); qwen3.attention.scale is 0.5"
+    with pytest.raises(CheckpointError, match=match):
+        config_of("qwen3", keys)
+
+
+REFUSED = {
+    "part of a head": ("llama", {"rope.dimension_count": 8}, "rope.dimension_count is 8 (possible: 16)"),
+    "more than a head": (
+        "stablelm", {"rope.dimension_count": 32, "attention.layer_norm_epsilon": 1e-5}, "rope.dimension_count is 32"
+    ),
+    "attention without yarn": ("llama", {"rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor is 2.0"),
+    "attention of phi3": ("phi3", {"rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor is 2.0"),
+    "an unlike yarn": ("llama", YARN | {"rope.scaling.yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor is 0.5"),
+    "yarn by 0": ("llama", YARN | {"rope.scaling.factor": 0.0}, "rope.scaling.factor is 0.0; possible: a number above"),
+    "yarn by nan": ("llama", YARN | {"rope.scaling.factor": NAN}, "rope.scaling.factor is nan"),
+    "yarn by too much": (
+        "llama", YARN | {"rope.scaling.factor": 1e9, "rope.scaling.original_context_length": 0},
+        "rope.scaling.factor is 1000000000.0; possible: up to 128",
+    ),
+    "yarn beta": ("llama", YARN | {"rope.scaling.yarn_beta_fast": 0.0}, "rope.scaling.yarn_beta_fast is 0.0"),
+    "a type": ("llama", {"rope.scaling.type": "other"}, "rope.scaling.type is 'other'; possible: none, linear, yarn"),
+    "a type in numbers": ("llama", {"rope.scaling.type": 1}, "rope.scaling.type is 1; possible: a text"),
+    "no heads": ("llama", {"attention.head_count": 0}, "attention.head_count is 0; possible: a whole number from 1"),
+    "heads in words": ("llama", {"attention.head_count": "x"}, "attention.head_count is 'x'"),
+    "heads by layer": ("llama", {"attention.head_count": [0, 0, 0, 0]}, "attention.head_count is 0"),
+    "half a head": ("llama", {"attention.head_count": 65}, "attention.head_count is 65; possible: up to 64"),
+    "heads true": ("llama", {"attention.head_count": True}, "attention.head_count is True"),
+    "base 0": ("llama", {"rope.freq_base": 0.0}, "rope.freq_base is 0.0; possible: a number above 0"),
+    "base nan": ("llama", {"rope.freq_base": NAN}, "rope.freq_base is nan"),
+    "base of windows": ("gemma3", {"rope.freq_base_swa": float("inf")}, "rope.freq_base_swa is inf"),
+    "no width": ("llama", {"embedding_length": 0}, "embedding_length is 0"),
+    "no layers": ("llama", {"block_count": 0}, "block_count is 0"),
+    "layers": ("gemma3", {"block_count": 4_000_000_000}, "block_count is 4000000000"),
+    "no context": ("llama", {"context_length": 0}, "context_length is 0"),
+    "a short pattern": ("gemma3", {"attention.sliding_window_pattern": [True]}, "a value for each of 4 layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_key_cannot_be(config_of, name):
+    architecture, keys, match = REFUSED[name]
+    with pytest.raises(CheckpointError, match=re.escape(match)) as raised:
+        config_of(architecture, keys)
+    assert "model.gguf" in str(raised.value)
+
+
+def test_factors_besides_linear_scaling(config_of):
+    tensors = {"token_embd.weight": torch.ones(32, 64), "rope_freqs.weight": torch.linspace(1, 2, 8)}
+    assert config_of("llama", {}, tensors)["rope_parameters"]["rope_type"] == "longrope"
+    with pytest.raises(
+        CheckpointError, match="llama.rope.scale_linear is 4.0; possible: 1, or a file without rope_freqs"
+    ):
+        config_of("llama", {"rope.scale_linear": 4.0}, tensors)
+
+
+def test_a_count_of_parts_is_not_believed(tmp_path, monkeypatch):
+    """Nothing as long as the claimed count is made."""
+    path = tmp_path / "model.gguf"
+    write(path, "llama", {"split.count": 4_000_000_000}, {"output.weight": torch.ones(2, 2)})
+
+    def within(*numbers):
+        assert max(numbers) < 100
+        return range(*numbers)
+
+    monkeypatch.setattr("infuse.weights.gguf.parts.range", within, raising=False)
+    with pytest.raises(CheckpointError, match="is split in 4000000000 files, and there are: model.gguf is number 1"):
+        open_parts([path])
