@@ -88,7 +88,7 @@ def open_llama_cpp(folder: Path, rows: int, tokens: int) -> Generate:
 
         end = lambda self: None  # noqa: E731
 
-    return lambda ids, new: model.generate(torch.tensor(ids), Nothing(), new)
+    return lambda ids, new: model.generate(torch.tensor(ids), new, Nothing())
 
 
 def open_ik_llama_cpp(folder: Path, rows: int, tokens: int) -> Generate:

@@ -99,13 +99,26 @@ def decoded_as(what: str, tensors: Mapping[str, FileTensor], settings: Settings 
 
 def _without_scale(raw: Raw) -> list[str]:
     """Faults of fp8 weights that no form has taken: their values would be off by their scales."""
-    if raw.settings is None:
-        return []
-    return [
-        f"{tensor.file.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, and its scale is missing"
-        for name, tensor in raw.tensors.items()
-        if tensor.dtype in _FP8 and name.endswith(".weight")
-    ]
+    settings, faults = raw.settings, []
+    ask = 'put the config.json with "quantization_config" beside the files'
+    if settings is not None:
+        ask = f"{settings.origin} names {settings.method}"
+    for name, tensor in raw.tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if tensor.dtype not in _FP8:
+            continue
+        what = f"{tensor.file.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, and "
+        scales = [one for one in raw.by_path[path] if _scales(one, leaf)]
+        if scales:
+            faults.append(f"{what}{path}.{scales[0]} beside it is not read as its scale; {ask}")
+        elif settings is not None and leaf == "weight":
+            faults.append(f"{what}its scale is missing")
+    return faults
+
+
+def _scales(leaf: str, of: str) -> bool:
+    """Whether a tensor of a module, by its name, may be the scale of another."""
+    return leaf != of and "scale" in leaf and (of == "weight" or leaf.startswith(f"{of}_"))
 
 
 def _hint(raw: Raw) -> str | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infuse.weights.coded.buffers import Kept, Turned, Window, mapped, scale_buffer
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
+from infuse.weights.coded.settings import Size
 from infuse.weights.coded.values import Values, of_int4, regular_groups
 from infuse.weights.lazy import LazyTensor
 
@@ -31,8 +32,8 @@ class _Config(BaseModel):
 
     bits: int | None = None
     w_bit: int | None = None
-    group_size: int | None = None
-    q_group_size: int | None = None
+    group_size: Size | None = None
+    q_group_size: Size | None = None
     version: Any = "gemm"
     format: Any = None
     packing_format: Any = None
@@ -78,6 +79,8 @@ def awq(raw: Raw) -> Found:
     windows = (Window(), Window(), Window())
     for path in paths:
         _add(found, Members(raw, path, found), config, windows)
+    if paths:
+        found.leave_cache(raw)
     return found
 
 

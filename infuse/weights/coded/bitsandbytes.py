@@ -23,11 +23,13 @@ from torch import Tensor
 from infuse.quant.tables import TABLES
 from infuse.weights.coded.buffers import Tiled, mapped
 from infuse.weights.coded.form import Found, Members, Raw, ceil_div
+from infuse.weights.coded.settings import Size
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_axes
 
 _STATE = "quant_state.bitsandbytes__"
 _LEAVES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(f"{_STATE}{name}" for name in TABLES))
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int8)  # dtypes that only hold the bytes
+_LONGEST = 1 << 16  # bytes of JSON that are read; libraries write some 200
 _BYTE = 1 / 127  # SCB is the largest magnitude of a row, which has the code 127
 
 
@@ -35,9 +37,9 @@ class _State(BaseModel):
     """The JSON beside a matrix."""
 
     quant_type: str
-    blocksize: int
-    shape: tuple[int, int]
-    nested_blocksize: int = 256
+    blocksize: Size
+    shape: tuple[Size, Size]
+    nested_blocksize: Size = 256
     nested_offset: float = 0.0
 
 
@@ -189,9 +191,12 @@ def _state(members: Members, kind: str) -> _State | None:
     stored = members.take(leaf, (torch.uint8,), (-1,))
     if stored is None:
         return None
+    if stored.shape[0] > _LONGEST:
+        members.fault(leaf, f"is {stored.shape[0]} bytes of JSON; possible: up to {_LONGEST}")
+        return None
     try:
         state = _State.model_validate(json.loads(bytes(stored.read().tolist())))
-    except (ValueError, ValidationError) as error:
+    except (ValueError, ValidationError, RecursionError) as error:
         members.fault(leaf, f"is not the JSON of a matrix: {str(error).partition(chr(10))[0]}")
         return None
     if state.quant_type != kind or min(state.blocksize, state.nested_blocksize, *state.shape) < 1:

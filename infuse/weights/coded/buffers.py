@@ -14,6 +14,7 @@ from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_ax
 
 WINDOW = 4096  # columns of a file that are read at once to make rows: runs of 16 KiB, for words
 _UNPACKED = 1 << 20  # codes of odd widths that are unpacked at once, by way of 4 or 8 bytes each
+NIBBLES = (-8, 7)  # codes, and zeros in steps, of int4
 _BITS = torch.int32  # float32 scales are kept as their bits
 
 
@@ -70,8 +71,7 @@ class Tiled:
         first, last = start // self.tall, -(-stop // self.tall)
         read = self.source.read((slice(first, last),) if self.source.shape else ())
         tiles = read.reshape(read.numel() // self.shape[1], self.shape[1])[:, columns]
-        at = start - first * self.tall
-        return tiles.repeat_interleave(self.tall, dim=0)[at : at + stop - start]
+        return tiles if self.tall == 1 else tiles[torch.arange(start, stop) // self.tall - first]
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,18 @@ class Kept:
         return self.window.rows[part] if part else self.window.rows
 
 
-def viewed(source: LazyTensor, dtype: torch.dtype) -> Rows:
-    """The same bytes of a matrix in another dtype of the same width."""
-    return Rows(source, source.shape[1], dtype, lambda read: read.view(dtype), 1)
+def without_nan(source: LazyTensor, of: FileTensor) -> Rows:
+    """The bytes, uint8, of e4m3 numbers, which are checked as they are read. `of`: the tensor for errors."""
+
+    def decode(read: Tensor) -> Tensor:
+        codes = read.view(torch.uint8)
+        if codes.numel() and int((codes & 127).amax()) == 127:
+            raise CheckpointError(
+                f"{of.file.path}: {of.name}: a number in e4m3 is NaN (0x7f or 0xff); get or quantize the file again"
+            )
+        return codes
+
+    return Rows(source, source.shape[1], torch.uint8, decode, 1)
 
 
 def mapped(source: LazyTensor, dtype: torch.dtype, of: Callable[[Tensor], Tensor]) -> Rows:

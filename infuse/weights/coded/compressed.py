@@ -17,13 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from infuse.quant.integer import pack_int4
-from infuse.weights.coded.buffers import Kept, Rows, Window, mapped, scale_buffer, unpacked
+from infuse.weights.coded.buffers import NIBBLES, Kept, Rows, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
+from infuse.weights.coded.patterns import pattern_fault
 from infuse.weights.coded.scaled import add_fp8, add_int8, add_mxfp4, add_nvfp4, group_text, scale_shapes, spread
+from infuse.weights.coded.settings import MOST, Size
 from infuse.weights.coded.values import Values, inputs_by_group, is_regular, of_int4, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor
 
@@ -33,7 +35,7 @@ _FORMATS = (
 )  # fmt: skip
 _LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx")
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
-_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+_PATTERN = "re:"
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -44,9 +46,15 @@ class _Numbers(BaseModel):
     type: str = "int"
     symmetric: bool = True
     strategy: str | None = None
-    group_size: int | None = None
+    group_size: Size | None = None
     block_structure: Any = None
     actorder: Any = None  # "weight" or "static" changes nothing in a file
+
+    @model_validator(mode="after")
+    def _has_a_tile(self) -> _Numbers:
+        if self.strategy == "block" and self.tile is None:
+            raise ValueError(f"block_structure is {self.block_structure!r:.60}; possible: [128, 128]")
+        return self
 
     @property
     def is_in_act_order(self) -> bool:
@@ -58,8 +66,8 @@ class _Numbers(BaseModel):
         """Rows and inputs of a block: [128, 128], or "128x128" in older files."""
         if self.strategy != "block" or self.block_structure is None:
             return (128, 128) if self.strategy == "block" else None
-        sizes = [int(size) for size in re.findall(r"\d+", str(self.block_structure))]
-        return (sizes[0], sizes[1]) if len(sizes) == 2 and min(sizes) > 0 else None
+        sizes = [int(size) for size in re.findall(r"\d+", str(self.block_structure)[:80])]
+        return (sizes[0], sizes[1]) if len(sizes) == 2 and min(sizes) > 0 and max(sizes) <= MOST else None
 
 
 class _Scheme(BaseModel):
@@ -101,12 +109,21 @@ class _Config(BaseModel):
             lines.append(f"quantization_status {self.quantization_status!r}, whose files hold no codes")
         return lines
 
+    def unreadable_patterns(self) -> list[str]:
+        """Patterns whose matching could take forever, and why."""
+        targets = dict.fromkeys(target for scheme in self.config_groups.values() for target in scheme.targets)
+        texts = [target.removeprefix(_PATTERN) for target in targets if target.startswith(_PATTERN)]
+        return [f"the target {text!r:.80} {why}" for text in texts if (why := pattern_fault(text))]
+
     def scheme(self, path: str) -> _Scheme | None:
         """The group that names the module `path`, else the only one or the one for a class; None if none does."""
         schemes = list(self.config_groups.values())
+        first: dict[str, _Scheme] = {}  # so that a pattern is matched once
         for scheme in schemes:
-            if any(_names(target, path) for target in scheme.targets):
-                return scheme
+            for target in scheme.targets:
+                first.setdefault(target, scheme)
+        if (named := next((target for target in first if _names(target, path)), None)) is not None:
+            return first[named]
         of_class = [one for one in schemes if any(target.isidentifier() for target in one.targets)]
         return schemes[0] if len(schemes) == 1 else of_class[0] if of_class else None
 
@@ -123,14 +140,18 @@ def compressed(raw: Raw) -> Found:
     if paths and (refused := config.refused()):
         found.faults.append(f"{raw.settings.origin}: has {'; '.join(refused)}; possible: {', '.join(_FORMATS)}")
         return found
+    if paths and (patterns := config.unreadable_patterns()):
+        found.faults.append(f"{raw.settings.origin}: {'; '.join(patterns)}; name the modules in another way")
+        return found
     window = Window()
     for path in paths:
         members = Members(raw, path, found)
         scheme = _scheme(config, members)
         if scheme is not None:
             _add(found, members, scheme, window)
-    for leaves, what in ((_ACTIVATIONS, "scales of activations"), (_CACHE, "scales of cached keys and values")):
-        found.leave(raw, (name for name in raw.tensors if name.rpartition(".")[2] in leaves), what)
+    unused = (name for name in raw.tensors if name.rpartition(".")[2] in _ACTIVATIONS)
+    found.leave(raw, unused, "scales of activations")
+    found.leave_cache(raw)
     return found
 
 
@@ -149,10 +170,10 @@ def _scheme(config: _Config, members: Members) -> _Scheme | None:
 
 def _names(target: str, path: str) -> bool:
     """True if a target of the config is this module's name or a pattern of it. Names may lack a prefix."""
-    if target.startswith("re:"):
+    if target.startswith(_PATTERN):
         try:
-            return re.match(target[3:], path) is not None
-        except re.error:
+            return re.match(target.removeprefix(_PATTERN), path) is not None
+        except (re.error, OverflowError, RecursionError):
             return False
     return path == target or ("." in target and path.endswith(f".{target}"))
 
@@ -266,7 +287,13 @@ def _zeros(
         return None
     if members.dtype("weight_zero_point") is torch.int8:
         stored = members.take("weight_zero_point", (torch.int8,), scale.shape)
-        spread_out = None if stored is None else spread(stored, (out, scale.shape[-1]), None)
+        if stored is None:
+            return None
+        low, high = (int(bound) for bound in torch.aminmax(stored.read()))
+        if bits <= 4 and (low < NIBBLES[0] or high > NIBBLES[1]):
+            what = f"holds zeros {low} to {high}; possible, for codes of {bits} bits: {NIBBLES[0]} to {NIBBLES[1]}"
+            members.fault("weight_zero_point", what)
+        spread_out = spread(stored, (out, scale.shape[-1]), None)
         return None if spread_out is None else spread_out[0]
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     words = members.take("weight_zero_point", (torch.int32,), (ceil_div(out * bits, 32), groups))

@@ -20,6 +20,7 @@ from infuse.weights.coded.buffers import Reordered
 from infuse.weights.coded.settings import Settings
 from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Order, Shape
 
+_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # possible dtypes of scales
 
 
@@ -79,6 +80,11 @@ class Found:
             if name in raw and name not in self.used:
                 self.used.add(name)
                 self.note(f"{what} are not used", name)
+
+    def leave_cache(self, raw: Raw) -> None:
+        """`leave` what a cache of keys and values in fewer bits would be scaled by."""
+        names = (name for name in raw.tensors if name.rpartition(".")[2] in _CACHE)
+        self.leave(raw, names, "scales of cached keys and values")
 
     def add(
         self,

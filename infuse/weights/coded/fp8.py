@@ -19,10 +19,12 @@ from torch import Tensor
 
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw
 from infuse.weights.coded.scaled import E8M0, add_fp8
+from infuse.weights.coded.settings import Size
 from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape, Slices, of_all_axes
 
 METHODS = ("fp8", "fbgemm-fp8")
-_SCALES = ("weight_scale_inv", "weight_scale", "scale")  # the last as DeepSeek-V4 has it
+_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+_SHORT = "scale"  # of DeepSeek-V4; norms may have one too
 _OF_EXPERTS = "_scale_inv"
 _UNUSED = ("input_scale", "activation_scale", "input_scale_ub")
 _TILE = (128, 128)
@@ -31,7 +33,7 @@ _TILE = (128, 128)
 class _Config(BaseModel):
     """The keys that we read."""
 
-    weight_block_size: tuple[int, int] | None = Field(default=None)
+    weight_block_size: tuple[Size, Size] | None = Field(default=None)
     activation_scheme: str | None = None
 
 
@@ -83,7 +85,10 @@ def fp8(raw: Raw) -> Found:
         return found
     leaves = _SCALES[:1] if raw.settings is None else _SCALES
     for path in raw.paths(leaves):
-        _add(found, Members(raw, path, found), leaves, tile)
+        members = Members(raw, path, found)
+        is_coded = members.dtype("weight") is torch.float8_e4m3fn
+        if is_coded or any(members.has(leaf) for leaf in leaves if leaf != _SHORT):
+            _add(found, members, leaves, tile)
     for name, tensor in raw.tensors.items():
         if tensor.dtype is torch.float8_e4m3fn and len(tensor.shape) == 3 and f"{name}{_OF_EXPERTS}" in raw:
             _add_experts(found, raw, name, tile)
@@ -95,6 +100,7 @@ def fp8(raw: Raw) -> Found:
         if found.used:
             unused = (name for name in raw.tensors if name.rpartition(".")[2] in _UNUSED)
             found.leave(raw, unused, "scales of activations")
+            found.leave_cache(raw)
     return found
 
 

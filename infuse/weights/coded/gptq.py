@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ from torch import Tensor
 from infuse.quant.integer import pack_nibbles
 from infuse.weights.coded.buffers import Kept, Turned, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
+from infuse.weights.coded.settings import Size
 from infuse.weights.coded.values import Values, inputs_by_group, is_regular, of_int4, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 
@@ -40,7 +42,7 @@ class _Config(BaseModel):
     """The keys that we read. `dynamic` and `extra_config` give some modules other bits and groups."""
 
     bits: int
-    group_size: int = -1
+    group_size: Size = -1
     sym: bool = True
     desc_act: bool = False
     format: str | None = None
@@ -66,7 +68,19 @@ class _Config(BaseModel):
 
     @property
     def varies(self) -> bool:
-        return bool(self.dynamic or self.extra_config)
+        """Whether some modules have other bits, groups or zeros than the rest."""
+        entries = [entry for pattern, entry in (self.dynamic or {}).items() if not str(pattern).startswith("-:")]
+        return any(map(self._differs, (*entries, *(self.extra_config or {}).values())))
+
+    def _differs(self, entry: Any) -> bool:
+        """Whether an entry for some modules changes what the config says; those of 16 bits are not in codes."""
+        if not isinstance(entry, dict) or entry.get("bits") in (16, 32):
+            return False
+        return any(entry.get(key, own) != own for key, own in self._own.items())
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size, "sym": self.sym}
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,8 @@ def gptq(raw: Raw) -> Found:
     for path in paths:
         if (matrix := _checked(Members(raw, path, found), config, found)) is not None:
             _add(found, matrix, windows)
+    if paths:
+        found.leave_cache(raw)
     return found
 
 
@@ -164,8 +180,8 @@ def _symmetric(members: Members, config: _Config, matrix: _Matrix, found: Found)
                 version = "stored less one" if subtracted else "stored as they are"
                 found.note(f"zeros are {version}, against the config's {config.layout}", matrix.name)
             return one
-        if config.varies:  # this module may be asymmetric
-            return matrix
+    if config.varies:  # this module may be asymmetric
+        return matrix
     middle = matrix.middle
     members.fault("qzeros", f"holds other zeros than {middle - 1} or {middle}, the config says sym")
     return None

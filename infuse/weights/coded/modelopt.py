@@ -16,7 +16,7 @@ from infuse.weights.coded.form import FLOATS, Found, Members, Raw
 from infuse.weights.coded.scaled import add_fp8, add_nvfp4
 
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
-_UNUSED = ("input_scale", "k_scale", "v_scale", "q_scale")
+_UNUSED = ("input_scale",)
 _SMOOTHED = "pre_quant_scale"  # of AWQ: activations would have to be scaled
 _TILE = (128, 128)
 
@@ -49,7 +49,8 @@ def modelopt(raw: Raw) -> Found:
             _add_nvfp4(found, members)
     if paths:
         unused = (name for name in raw.tensors if name.rpartition(".")[2] in _UNUSED)
-        found.leave(raw, unused, "scales of activations, keys and values")
+        found.leave(raw, unused, "scales of activations")
+        found.leave_cache(raw)
     return found
 
 

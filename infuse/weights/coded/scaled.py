@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infuse.weights.coded.buffers import Rows, Tiled, mapped, powers_of_two, scale_buffer, viewed
+from infuse.weights.coded.buffers import Rows, Tiled, mapped, powers_of_two, scale_buffer, without_nan
 from infuse.weights.coded.form import Found, Members, ceil_div, is_single
 from infuse.weights.coded.values import Values, of_e2m1, of_fp8, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
@@ -60,7 +60,7 @@ def add_fp8(found: Found, members: Members, weight: FileTensor, scale: FileTenso
     rows, size = spread_out
     if scale.dtype in E8M0:
         rows = powers_of_two(rows, scale)
-    data = viewed(weight, torch.uint8)
+    data = without_nan(weight, weight)
     option, buffer = scale_buffer(rows, has_float16=False)
 
     def values() -> LazyTensor:
@@ -99,17 +99,18 @@ def add_nvfp4(found: Found, name: str, data: FileTensor, scale: FileTensor, of_a
     out, inputs = data.shape[0], data.shape[1] * 2
     number = of_all.read().float().reshape(())
     factor = number.reciprocal() if inverse else number
+    checked = without_nan(scale, scale)
 
     def blocks(read: torch.Tensor) -> torch.Tensor:
         """Each block's fields: the factor's bytes, and four e4m3 scales."""
-        four = read.view(torch.uint8).reshape(len(read), inputs // 64, 4)
+        four = read.reshape(len(read), inputs // 64, 4)
         return torch.cat((factor.reshape(1).view(torch.uint8).expand_as(four), four), dim=-1).flatten(1)
 
     def values() -> LazyTensor:
-        scales = mapped(scale, torch.float32, lambda read: read.float() * factor)
+        scales = mapped(checked, torch.float32, lambda read: read.view(torch.float8_e4m3fn).float() * factor)
         return Values((out, inputs), data, of_e2m1, scales, regular_groups(inputs, 16))
 
-    buffers: dict[str, LazyTensor] = {"data": data, "scale": Rows(scale, inputs // 64 * 8, torch.uint8, blocks)}
+    buffers: dict[str, LazyTensor] = {"data": data, "scale": Rows(checked, inputs // 64 * 8, torch.uint8, blocks)}
     found.add(name, (out, inputs), "nvfp4", buffers, values)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from infuse.errors import CheckpointError
 from infuse.weights.sources import read_json
@@ -20,6 +20,8 @@ _KEYS = ("quantization_config", "compression_config")  # older files of compress
 # Files of older folders: name → the method that their values belong to if they name none.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": "auto-round"}
 _MODELOPT = "hf_quant_config.json"
+MOST = 1 << 31  # more than any size of a matrix; PyTorch's integers hold sums and products of it
+Size = Annotated[int, Field(le=MOST)]  # of groups, blocks or matrices
 _T = TypeVar("_T", bound=BaseModel)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from infuse.errors import CheckpointError
 from infuse.quant.integer import pack_int4
-from infuse.weights.coded.buffers import Rows, mapped, scale_buffer, viewed
+from infuse.weights.coded.buffers import NIBBLES, Rows, mapped, scale_buffer, without_nan
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, is_single
 from infuse.weights.coded.scaled import group_text, spread
 from infuse.weights.coded.values import Values, of_fp8, of_int4, of_int8, regular_groups
@@ -78,7 +80,7 @@ def _add(found: Found, raw: Raw, name: str, part: FileTensor) -> None:
     try:
         entry = _Entry.model_validate(json.loads(part.file.metadata[name]))
         data = _Data.model_validate(entry.data) if entry.kind in (_INT8, _FP8, _INTX) else None
-    except (ValueError, TypeError, ValidationError) as error:
+    except (ValueError, TypeError, ValidationError, RecursionError) as error:
         members.fault(f"_{leaf}_qdata", f"has metadata that cannot be read: {str(error).partition(chr(10))[0]}", part)
         return
     if data is None:
@@ -116,7 +118,7 @@ def _add_checked(
     spread_zero = None if zero is None else spread(zero, qdata.shape, None)
     zeros = None if spread_zero is None else spread_zero[0]
     if kind == _FP8:
-        codes = viewed(qdata, torch.uint8)
+        codes = without_nan(qdata, qdata)
         option, buffer = scale_buffer(scale, has_float16=False)
         found.add(
             name, (out, inputs), f"fp8:{group}{option}", {"data": codes, "scale": buffer},
@@ -128,9 +130,9 @@ def _add_checked(
     if zeros is not None:
         buffers["zero"] = zeros
     bits, decode = 8, of_int8
-    if data.bits <= 4 and inputs % 2 == 0:
+    if data.bits <= 4 and inputs % 2 == 0 and (zero is None or _in_nibbles(zero.read())):
         bits, decode = 4, of_int4
-        buffers["data"] = Rows(qdata, inputs // 2, torch.uint8, _nibbles)
+        buffers["data"] = Rows(qdata, inputs // 2, torch.uint8, partial(_nibbles, qdata))
         if zeros is not None:
             buffers["zero"] = mapped(zeros, torch.int8, lambda read: read * 16)
     is_rounding = data.act_quant_kwargs is not None or "int8" in (data.activation_quantization or "")
@@ -141,5 +143,14 @@ def _add_checked(
     )  # fmt: skip
 
 
-def _nibbles(codes: Tensor) -> Tensor:
-    return pack_int4(codes.clamp(-8, 7))
+def _in_nibbles(codes: Tensor) -> bool:
+    return not codes.numel() or NIBBLES[0] <= int(codes.amin()) and int(codes.amax()) <= NIBBLES[1]
+
+
+def _nibbles(of: FileTensor, codes: Tensor) -> Tensor:
+    if not _in_nibbles(codes):
+        raise CheckpointError(
+            f"{of.file.path}: {of.name}: has codes {int(codes.amin())} to {int(codes.amax())}; possible, as its "
+            f"metadata says 4 bits or less: {NIBBLES[0]} to {NIBBLES[1]}"
+        )
+    return pack_int4(codes)
