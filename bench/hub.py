@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -134,9 +135,10 @@ def loaded(shape: dict[str, Any], **settings: Any) -> tuple[Any, float]:
     return engine, seconds
 
 
-def report(args: argparse.Namespace, folder: Path) -> str:
+def reports(args: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Yield the report of each file as soon as it is measured."""
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    pythons, texts = dict(given.split("=", 1) for given in args.python), []
+    pythons = dict(given.split("=", 1) for given in args.python)
     tokens = max(args.prefill, args.context) + args.new + 1
     for kind in args.files:
         is_folder, remarks = kind in SETTINGS, []
@@ -167,10 +169,9 @@ def report(args: argparse.Namespace, folder: Path) -> str:
             peers.append(started)
             runs[peer], sizes[peer] = started, (size, started.loaded["seconds_to_load"])
         products = multiplications(engine.module)
-        texts.append(measured(runs, sizes, args, shape | {"products": products}, remarks))
+        yield measured(runs, sizes, args, shape | {"products": products}, remarks)
         for started in peers:
             started.close()
-    return "\n".join(texts)
 
 
 def main() -> None:
@@ -189,7 +190,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     with TemporaryDirectory(prefix="infuse-hub-") as temporary:
-        show(report(args, args.keep or Path(temporary)), args.out)
+        for text in reports(args, args.keep or Path(temporary)):
+            show(text, args.out)
 
 
 if __name__ == "__main__":
