@@ -45,7 +45,7 @@ def test_canonical_text(text: str, canonical: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "int3", "fp", "fp4", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4",
+    "int3", "fp", "fp5", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4",
     "int4:groups=", 8, None,
 ])  # fmt: skip
 def test_unknown_text_lists_what_is_possible(text: object) -> None:
