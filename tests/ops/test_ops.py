@@ -41,6 +41,11 @@ def runs(name: str, body: str, dtype: torch.dtype) -> None:
         pytest.skip(f"{name}, {body}: {reason}")
 
 
+def times_of(case: Case) -> int:
+    """Of the tolerance: act(gate) * up has the roundings of both."""
+    return 2 if " gated" in case.label else 1
+
+
 def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
     op, mutated = registered()[name], written(name)
     given = own(case.args, mutated)
@@ -61,8 +66,7 @@ def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
         return
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == (dtype if "experts" in name else b.dtype), case.label
-        times = 2 if " gated" in case.label else 1  # act(gate) * up has the roundings of both
-        assert_near(a, b, dtype, f"{name}, {body}, {case.label}", times)
+        assert_near(a, b, dtype, f"{name}, {body}, {case.label}", times_of(case))
     _, before_all = op.prepared(body, case.args)
     for i, (before, after) in enumerate(zip(before_all, given, strict=True)):
         if i not in mutated:
@@ -182,7 +186,7 @@ def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dty
             if name in ("linear_attention", "selective_scan") and b is wanted[1]:
                 expected = torch.float32  # states
             assert a.dtype == expected, case.label
-            assert_near(a, b, dtype, f"{name}, {case.label}")
+            assert_near(a, b, dtype, f"{name}, {case.label}", times_of(case))
 
 
 @pytest.mark.parametrize("body", registered()["rotary_append"].bodies)
