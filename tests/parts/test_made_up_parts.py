@@ -382,7 +382,7 @@ def test_a_format_is_registered_and_taken_back() -> None:
         with pytest.raises(ValueError, match="cannot be called"):
             parse.register(name, nested.parse)
     take_back = parse.register(nested.NAME, nested.parse)
-    with pytest.raises(infuse.ConfigError, match="mxfp4, nested"):
+    with pytest.raises(infuse.ConfigError, match=", nested$"):
         quant_format("int3")
     with pytest.raises(infuse.ConfigError, match="nested has no options; found 64"):
         infuse.plan(plain_llama(), quant="nested:64")
