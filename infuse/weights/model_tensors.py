@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -96,7 +97,7 @@ def model_tensors(
     if not checkpoint.told:
         faults.misshaped += [f"{name}: several files have it, with other values" for name in matching.drifted]
     faults.raise_any(checkpoint.form, checkpoint.hint if isinstance(checkpoint, Checkpoint) else None)
-    notes = list(checkpoint.notes) if isinstance(checkpoint, Checkpoint) else []
+    notes = [*_forms(checkpoint), *checkpoint.notes] if isinstance(checkpoint, Checkpoint) else []
     ordered = [name for name, tensor in foreign.tensors.items() if isinstance(tensor, Merged) and tensor.has_orders]
     if ordered:
         what = f"{len(ordered)} tensors of experts are stored in act-order and become plain values"
@@ -108,6 +109,13 @@ def model_tensors(
         what = f"{len(matching.drifted)} tensors that ranks saved whole differ between them"
         notes.append(f"{what}; the first rank's are taken: {', '.join(matching.drifted)}")
     return ModelTensors(checkpoint, matching.tensors, tuple(notes))
+
+
+def _forms(checkpoint: Checkpoint) -> Iterator[str]:
+    """Name the quantized forms of a checkpoint."""
+    for title, count in Counter(checkpoint.titles.values()).items():
+        what = "matrix of the checkpoint is" if count == 1 else "matrices of the checkpoint are"
+        yield f"{count} {what} quantized: {title}"
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import infuse
 from infuse.errors import CheckpointError
+from infuse.layers.linear import QuantizedLinear
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
@@ -28,6 +29,19 @@ def test_logits_are_those_of_the_values(case: Case, tmp_path: Path) -> None:
     given = logits(loaded(tmp_path))
     limit = 0.05 if case.format.endswith(":a8") else 1e-4  # activations may be rounded where the file says so
     assert (given - exact).norm() < limit * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "title"), [("gptq-4-asym-v1", "GPTQ"), ("awq", "AWQ"), ("nf4", "bitsandbytes"), ("fp8-blocks", "fp8")]
+)
+def test_the_plan_names_the_form_and_keeps_its_codes(name: str, title: str, tmp_path: Path) -> None:
+    publish(tmp_path, BY_CASE[name], llama())
+    engine = loaded(tmp_path)
+    assert any(note.endswith(f"of the checkpoint are quantized: {title}") for note in engine.plan.notes)
+    assert ", taken as it is, " in str(engine.plan)
+    held = [module.format for module in engine.module.modules() if isinstance(module, QuantizedLinear)]
+    whole_rows = "fp8:f32"  # of fp8 tiles as wide as the matrix
+    assert len(held) > 4 and {str(format) for format in held} <= {BY_CASE[name].format, whole_rows}
 
 
 @pytest.mark.parametrize("name", ["gptq-4-asym-v1", "awq", "compressed-w4a16", "compressed-w8a8", "fp8-blocks"])
