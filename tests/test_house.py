@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "device",
         "memory",
         "temporary_hooks",
+        "lookups",
         "dtype_cast",
         "undisturbed",
         "native",

@@ -23,6 +23,7 @@ from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.dtype_cast import cast_buffers, cast_parameters
 from infuse.errors import InfuseError, in_brief
+from infuse.lookups import lookups_in_range
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
@@ -152,7 +153,8 @@ def _proven(
     source.begin(progress)
     proofs = Proofs(Trial(plan, config, builder, calls))
     try:
-        proofs.run(progress)
+        with lookups_in_range(source.device):
+            proofs.run(progress)
     finally:
         plan.close()  # otherwise it keeps the old modules alive while they are replaced
     return Proven(plan, source, builder, proofs.verdict(), proofs.trial.modules)
