@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _T = TypeVar("_T")
 
@@ -59,6 +60,21 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+class FilledNumbers(TorchFunctionMode):
+    """Context in which `torch.tensor` of a number fills memory on its device, instead of copying from the host.
+
+    A graph records no such copy, and models make their masks with them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        number: Any = args[0] if func is torch.tensor and args else None
+        if type(number) not in (bool, int, float) or kwargs.keys() - {"dtype", "device"}:
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype") or {bool: torch.bool, int: torch.int64}.get(type(number))
+        return torch.full((), number, dtype=dtype or torch.get_default_dtype(), device=kwargs.get("device"))
+
+
 class CudaBackend:
     """torch.cuda.CUDAGraph on one device. All graphs share a memory pool, so replays must not overlap (see `turn`)."""
 
@@ -67,6 +83,7 @@ class CudaBackend:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._last: torch.cuda.Event | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple:  # streams and graphs are not copied
@@ -97,16 +114,35 @@ class CudaBackend:
                 # thread_local: CUDA calls of other threads do not break the capture
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    result = run()
+                    with FilledNumbers():
+                        result = run()
                 except BaseException:
                     with suppress(RuntimeError):  # the capture has failed already, and its error is being raised
                         graph.capture_end()
+                    self._end_failed_capture(graph)
                     raise
                 graph.capture_end()
         finally:
             if collects:
                 gc.enable()
         return _CudaCaptured(graph, max(torch.cuda.memory_reserved(self.device) - before, 0)), result
+
+    def _end_failed_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End on PyTorch's side what `capture_end` leaves open after a failure.
+
+        The allocator still takes memory from the pool, by asking the graph, and the random generator fails until
+        another capture ends as it should. Memory of earlier graphs stays in their pool; later ones share a new one.
+        """
+        self._failed.append(graph)
+        self._pool, old = torch.cuda.graph_pool_handle(), self._pool
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(index, old)
+        with suppress(RuntimeError):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)
+            empty.capture_end()
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

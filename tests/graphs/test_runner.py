@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from infuse.graphs.capture import backend_for
+from infuse.graphs.capture import FilledNumbers, backend_for
 from infuse.graphs.runner import GraphRunner, LocalGraph, Places
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 from tests.support.fake_graph import FakeBackend
@@ -428,3 +429,22 @@ def test_a_capture_reads_the_weights_and_not_the_copies_of_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(call(x), linear(x))
     assert len(backend.captures) == 1 and backend.replays == 3
+
+
+def test_numbers_are_filled_on_the_device() -> None:
+    """A capture cannot copy them from the host, as torch.tensor does for a device."""
+    made: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            made.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    for number, dtype in ((0.5, None), (3, None), (True, None), (2, torch.bfloat16), (float("-inf"), torch.float16)):
+        exact = torch.tensor(number, dtype=dtype)
+        with FilledNumbers(), Seen():
+            found = torch.tensor(number, dtype=dtype, device="cpu")
+        assert found.dtype == exact.dtype and torch.equal(found, exact) and found.shape == ()
+    assert set(made) == {"aten::full"}
+    with FilledNumbers():
+        assert torch.tensor([1, 2]).tolist() == [1, 2] and torch.tensor(1.0, requires_grad=True).requires_grad
