@@ -81,12 +81,16 @@ def plain_tiles(rows: int, outputs: int, inputs: int, gated: bool = False) -> Ti
 
 
 def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
-    """One row and a weight in segments of `words` words: 16 bytes per thread and output, eight outputs at once."""
-    warps, wide = 2, 4 if format == "fp6" else 8
+    """One row and a weight in segments of `words` words: 16 bytes per thread and output.
+
+    Measured on an H200 over the matrices of Llama-3-8B: outputs, warps and stages of the pipeline.
+    """
+    wide, warps, stages = {"int8": (4, 1, 3), "fp8": (8, 2, 2), "fp6": (4, 2, 1)}.get(format, (8, 2, 1))
     depth = max(warps * 32 * 4 // words, 1)
     segments = inputs // (words * (4 if format in ("int8", "fp8") else 8))
     depth = min(depth, power_above(segments))
-    return Tiles(wide, depth, warps, splits=splits_for(-(-outputs // wide), -(-segments // depth)))
+    splits = splits_for(-(-outputs // wide), -(-segments // depth))
+    return Tiles(wide, depth, warps, splits=splits, stages=stages)
 
 
 def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:

@@ -64,7 +64,7 @@ def _quantized_linear(
     }
     if rows == 1:
         kernels("stream").quantized_row[(-(-wanted // tile), chosen.splits)](
-            x, *weight_and_more, *sizes, TINY=dtype is not torch.float32, **options
+            x, *weight_and_more, *sizes, TINY=dtype is not torch.float32, STAGES=chosen.stages, **options
         )
     else:
         tiles = -(-rows // chosen.rows) * -(-wanted // tile)

@@ -87,25 +87,30 @@ def add_tile(
     DEPTH: tl.constexpr = SEGMENTS * WORDS  # of one product
     at = tl.arange(0, DEPTH)
     segment, word = tile * SEGMENTS + at // WORDS, at % WORDS
-    start = data + output[:, None].to(tl.int64) * row_words
     if FORMAT == "plain":
         k = segment * SEGMENT + word
         x_tile = rows_of_tile(
             x_row, real, norm_weight, norm_bias, k, k < inputs, mean, inverse, norm_offset, NORM, DTYPE
         )
+        start = data + output[:, None].to(tl.int64) * row_words
         tile_of_weight = tl.load(start + k[None, :], mask=(output[:, None] < end) & (k[None, :] < inputs), other=0.0)
         total = dot(tile_of_weight, x_tile, total)
     else:
         known = segment < inputs // SEGMENT
-        inside = (output[:, None] < end) & known[None, :]
-        words = tl.load(start + (segment * STRIDE + word)[None, :], mask=inside, other=0)
+        # [outputs, segments, words]: scales are loaded once for a segment, not for each word.
+        place = tile * SEGMENTS + tl.arange(0, SEGMENTS)[None, :, None]
+        in_place = tl.arange(0, WORDS)[None, None, :]
+        row = output[:, None, None].to(tl.int64)
+        inside = (output[:, None, None] < end) & (place < inputs // SEGMENT)
+        start = data + row * row_words + place * STRIDE
+        words = tl.load(start + in_place, mask=inside, other=0)
         high = words
         if FORMAT == "fp6":
-            high = tl.load(start + (segment * STRIDE + WORDS + word % (WORDS // 2))[None, :], mask=inside, other=0)
-            high = high >> (8 * (word // (WORDS // 2)))[None, :]
-        group = output[:, None].to(tl.int64) * groups + (segment // of_group)[None, :]
+            high = tl.load(start + WORDS + in_place % (WORDS // 2), mask=inside, other=0)
+            high = high >> (8 * (in_place // (WORDS // 2)))
+        group = row * groups + place // of_group
         step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.zeros((1, 1), tl.float32)
+        shift = tl.zeros((1, 1, 1), tl.float32)
         if zero is not None:
             shift = tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
         for j in tl.static_range(CODES):
@@ -113,7 +118,8 @@ def add_tile(
             x_tile = rows_of_tile(
                 x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM, DTYPE
             )
-            total = dot(weights(words, high, step, shift, j, FORMAT, DTYPE), x_tile, total)
+            tile_of_weight = weights(words, high, step, shift, j, FORMAT, DTYPE).reshape(output.shape[0], DEPTH)
+            total = dot(tile_of_weight, x_tile, total)
     return total
 
 

@@ -88,6 +88,7 @@ def quantized_row(
     inputs, outputs, row_words, groups, of_group, eps, norm_offset,
     FORMAT: tl.constexpr, TINY: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
     NAME: tl.constexpr, SEGMENT: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """`plain_row` with a quantized weight. A tile is [OUTPUTS, SEGMENTS, words].
 
@@ -100,7 +101,7 @@ def quantized_row(
     total = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
     upper = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
     mean, inverse = moments(x + tl.zeros((1,), tl.int32), tl.full((1,), 1, tl.int1), inputs, eps, NORM, 1, BLOCK)
-    for tile in range(split, tl.cdiv(inputs // SEGMENT, SEGMENTS), SPLITS):
+    for tile in tl.range(split, tl.cdiv(inputs // SEGMENT, SEGMENTS), SPLITS, num_stages=STAGES):
         total += tile_of_row(
             tile, x, data, scale, zero, norm_weight, norm_bias, at, wanted, inputs, row_words, groups, of_group,
             mean, inverse, norm_offset, FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
