@@ -44,8 +44,8 @@ class SharingAttention(Attention):
 
 def _lender(config: Any, kind: str) -> int:
     """The layer whose keys and values those of this type borrow."""
-    made = enumerate(zip(config.layer_types, config.kv_sharing_modes, strict=True))
-    return next((index for index, (each, mode) in made if each == kind and mode == "store"), -1)
+    lenders = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    return max((index for index, each in enumerate(lenders) if each == kind), default=-1)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import infuse
 from tests.models.families import DECODERS, FAMILIES, Family, inputs
 from tests.support.decoding import ON_HOST, SAMPLING
-from tests.support.on_gpu import CUDA, assert_close, first_tensor, moved, needs_gpu
+from tests.support.on_gpu import CUDA, assert_close, first_tensor, moved, needs_gpu, routes
 
 pytestmark = needs_gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,20 +28,19 @@ def exact_products() -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_forward(family: Family, dtype: torch.dtype) -> None:
-    original = family.make().to(CUDA)
+    original, own = family.make().to(CUDA), family.make().to(CUDA, dtype)
     engine = infuse.init_inference(family.make().to(CUDA), dtype=dtype, enable_cuda_graph=True)
     with torch.no_grad():
         for step in range(4):  # as it is, captured, replayed
             for padding in (None, "left" if family.kind == "decoder" else "right"):
                 given = inputs(family, padding=padding, seed=step)
-                exact, found = (
-                    first_tensor(original(**moved(given))),
-                    first_tensor(engine.module(**moved(given, dtype))),
-                )
+                results = [first_tensor(original(**moved(given)))]
+                results += [first_tensor(model(**moved(given, dtype))) for model in (own, engine.module)]
                 shown = given.get("attention_mask")
-                if shown is not None and exact.shape[:2] == shown.shape:  # what padding sees is nobody's affair
-                    exact, found = exact[shown.bool()], found[shown.bool()]
-                assert_close(found, exact, dtype, f"call {step}, padding {padding}")
+                if shown is not None and results[0].shape[:2] == shown.shape:  # what padding sees is nobody's affair
+                    results = [result[shown.bool()] for result in results]
+                exact, rounded, found = results
+                assert_close(found, exact, dtype, f"call {step}, padding {padding}", rounded, routes(original))
 
 
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)

@@ -10,8 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers as t
+import transformers
 
+
+class _Library:
+    """transformers, with None for the classes that this version does not have: their families are left out."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(transformers, name, None)
+
+
+t = _Library()
 SMALL = dict(
     hidden_size=48,
     num_hidden_layers=3,
@@ -46,6 +55,10 @@ class Family:
             model.generation_config.eos_token_id = None  # run to max_new_tokens
             model.generation_config.pad_token_id = 0
         return model
+
+    @property
+    def is_there(self) -> bool:
+        return self.config is not None and self.model is not None
 
     @property
     def vocabulary(self) -> int:
@@ -799,7 +812,7 @@ CHANNEL_DELTA = [
     ),
 ]  # fmt: skip
 
-FAMILIES = [
+_EVERY = (
     *LLAMA,
     *MIXTURES,
     *LATENT,
@@ -813,9 +826,10 @@ FAMILIES = [
     *T5_LINEAGE,
     *RELATIVE,
     *READ_ALONE,
-]
+)
+FAMILIES = [family for family in _EVERY if family.is_there]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
-BY_NAME = {family.name: family for family in (*FAMILIES, *MAMBA, ZAMBA2)}
+BY_NAME = {family.name: family for family in (*_EVERY, *MAMBA, ZAMBA2) if family.is_there}
 
 
 def inputs(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 CUDA = torch.device("cuda")
@@ -36,10 +36,28 @@ def first_tensor(output: Any) -> Tensor:
     return first_tensor(output[0])
 
 
-def assert_close(found: Tensor, exact: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """`found`, computed in `dtype`, is near `exact`, the original in float32."""
+def error_of(found: Tensor, exact: Tensor) -> Tensor:
+    """The largest error of each position, of the largest value: [B, T] of logits [B, T, V], one number of vectors."""
+    errors = (found.double().cpu() - exact.double().cpu()).abs() / float(exact.abs().max())
+    return errors.amax(dim=-1)
+
+
+def assert_close(
+    found: Tensor, exact: Tensor, dtype: torch.dtype, what: str = "", own: Tensor | None = None, routed: bool = False
+) -> None:
+    """`found`, computed in `dtype`, is near `exact`, the original in float32.
+
+    `own`: what the original computes in `dtype`; three times its error is allowed. `routed`: tokens choose experts. In
+    16 bits another rounding may choose another expert, in the original as in ours, and all later tokens see it: then
+    only a quarter of the positions must be near.
+    """
     assert found.shape == exact.shape and bool(torch.isfinite(found).all()), what
-    error = float((found.double().cpu() - exact.double().cpu()).abs().max()) / float(exact.abs().max())
-    assert error <= OF_LARGEST[dtype], (
-        f"{what}: off by {error:.1e} of the largest value, {OF_LARGEST[dtype]:.0e} is allowed"
-    )
+    allowed = max(OF_LARGEST[dtype], 0.0 if own is None else 3 * float(error_of(own, exact).max()))
+    share = 0.25 if routed and dtype is not torch.float32 else 1.0
+    error = float(error_of(found, exact).flatten().quantile(share))
+    assert error <= allowed, f"{what}: off by {error:.1e} of the largest value, {allowed:.0e} is allowed"
+
+
+def routes(model: nn.Module) -> bool:
+    """Whether tokens choose experts."""
+    return any("experts" in name for name, _ in model.named_modules())
