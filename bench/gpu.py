@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -58,19 +58,27 @@ def main() -> None:
     measured = bounds(device, plan.tiny)
     results: dict[str, Any] = {"rows": [], "matrices": {}, "kernels": {}, "tests": None}
     tables: list[Table] = []
+
+    def take(rows: Iterable[Row]) -> None:
+        """Write the figures after each row: a run that is cut off leaves what it measured."""
+        for row in rows:
+            results["rows"].append(row)
+            if args.out:
+                write_json(args.out.with_suffix(".json"), device, measured, results, budget)
+
     if "tests" in args.parts:
         results["tests"] = tested(budget, plan.tiny)
     if "encoders" in args.parts:
         bert = transformers.BertConfig(**(models.TINY_BERT if plan.tiny else models.BERT_LARGE))
-        results["rows"] += models.encoders(plan, bert, measured, budget)
+        take(models.encoders(plan, bert, measured, budget))
     if "denoisers" in args.parts:
-        results["rows"] += denoisers(plan, measured, budget)
+        take(denoisers(plan, measured, budget))
     if "decoders" in args.parts:
         looks = partial(look_at, plan, measured, results, tables)
         for name, kind, config in decoders(plan.tiny, args.quick):
             look = looks if name == "Llama-3-8B" else lambda format, model: None
             small = plan if name.startswith("Llama") else replace(plan, formats=(), batches=(1,), compiles=False)
-            results["rows"] += models.decoders(small, name, kind, config, bounds=measured, budget=budget, look=look)
+            take(models.decoders(small, name, kind, config, bounds=measured, budget=budget, look=look))
     tables = [*row_tables(results["rows"]), *tables]
     remarks = "\n".join(
         [f"device: {device_name(device)}; measured: {measured}", *remarks_of(results, budget, time.monotonic() - start)]
@@ -185,7 +193,7 @@ def row_tables(rows: list[Row]) -> list[Table]:
     tables = []
     for name in dict.fromkeys(row.model for row in rows):
         table = Table(
-            title=f"{name}: ratio to the first, share of the bound (decode: copy bandwidth; else: matmul rate)"
+            title=f"{name}: ratio to the first, share of the bound (decode: read bandwidth; else: matmul rate)"
         )
         for heading in ("", "", "ms", "spread", "x", "share", "tokens/s", "first call, s", "init, s"):
             table.add_column(heading, justify="right" if heading else "left")
@@ -269,12 +277,13 @@ def write_json(path: Path, device: torch.device, measured: Bounds, results: dict
             "transformers": transformers.__version__,
             "infuse": infuse.__version__,
         },
-        "copy_bytes_per_second": measured.copy_bytes,
+        "read_bytes_per_second": measured.read_bytes,
         "matmul_operations_per_second": measured.matmul_operations,
         **results,
         "rows": [row.as_dict() for row in results["rows"]],
         "skipped": budget.skipped,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1))
 
 

@@ -59,7 +59,7 @@ def matrices(model: nn.Module, batch: int, bounds: Bounds, device: torch.device)
             for module, x in group
         )
         with torch.inference_mode():
-            found.append(Matrix(kind, len(group), device_seconds(run, device, 10), moved / bounds.copy_bytes))
+            found.append(Matrix(kind, len(group), device_seconds(run, device, 10), moved / bounds.read_bytes))
     return sorted(found, key=lambda matrix: -matrix.seconds)
 
 

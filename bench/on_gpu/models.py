@@ -144,7 +144,7 @@ def _decoder_rows(plan: Plan, name: str, who: str, model: Any, bounds: Bounds, b
         if budget.left() < 5 and not plan.tiny:
             return
         seconds, first_call = decode_seconds(plan, model, batch, who)
-        share = read_bytes(model) / median(seconds) / bounds.copy_bytes
+        share = read_bytes(model) / median(seconds) / bounds.read_bytes
         yield Row(name, who, f"decode, batch {batch}", median(seconds), (min(seconds), max(seconds)), share=share,
                   notes={"first_call_seconds": first_call})  # fmt: skip
     if not compiled:

@@ -50,7 +50,7 @@ def test_from_start_to_end(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["share"] > 0 and row["ratio"] > 0 for row in found["rows"])
     assert set(found["matrices"]) == set(found["kernels"]) == {"bfloat16", "int8", "int4", "fp8"}
     assert {matrix["kind"] for matrix in found["matrices"]["int4"]} >= {"mlp.up", "mlp.down", "lm_head"}
-    assert found["copy_bytes_per_second"] > 0 and found["matmul_operations_per_second"] > 0 and not found["skipped"]
+    assert found["read_bytes_per_second"] > 0 and found["matmul_operations_per_second"] > 0 and not found["skipped"]
     assert found["versions"]["infuse"] == infuse.__version__ and "nothing here is a measurement" in found["device"]
     text = out.read_text()
     assert "Llama-3-8B, int8: kernels of one step" in text and "BERT-large" in text and "GPU tests: " in text
