@@ -124,10 +124,7 @@ def show_plan(
         plan = plan_of_folder(model_dir, config, settings)
         print(plan)
         if not plan.stored.formats and (told := quantization(model_dir, config)):
-            print(
-                f"  files  {told}: this is the plan for the same model with dense weights; as transformers loads these "
-                "files, its quantized layers stay as they are"
-            )
+            print(f"  files  {told}: no weights were read, so this is the plan for dense weights")
 
 
 @app.command()

@@ -10,7 +10,7 @@
     scale   uint8 [out, blocks * bytes]: for each block the fields of its row in BLOCKS, little-endian
 
 Where `d` and `sc` are fields, a group's scale is their product in float32; a shift is dmin * mn, or -m. The bytes are
-those of the file, but for 6-bit scales, which take a byte each.
+those of the file, except that scales of 4 and 6 bits take a byte each.
 
 Source: ggml, whose structs block_q4_K and so on these are; nvfp4: NVIDIA's, with e4m3 scales times a float32 number.
 """
@@ -27,11 +27,10 @@ from infuse.errors import ConfigError
 from infuse.quant.floating import pack_fp6, unpack_fp6
 from infuse.quant.format import Buffer, QuantFormat
 from infuse.quant.integer import pack_nibbles, unpack_nibbles
-from infuse.quant.microscaling import MAGNITUDES
+from infuse.quant.microscaling import E2M1
 
 # The values of iq4_nl and iq4_xs, in steps of the scale.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-E2M1 = (*MAGNITUDES, *(-value for value in MAGNITUDES))
 SMALLEST = 2.0**-24  # the smallest magnitude of float16: the scale of blocks of zeros
 
 
@@ -52,15 +51,19 @@ class Field:
 class Block:
     """One format: `values[code]` for each code, `inputs` of a block and of a `group`, and the fields of its bytes.
 
-    `error`: the relative RMS error of a round trip, measured on 2**20 values of N(0,1). A test measures it again.
+    `codes`: the number of codes, from 0 on, that quantizing chooses from. `most`: the largest number that `sc` and `mn`
+    are rounded to, in steps of the block's d and dmin. `error`: the relative RMS error of a round trip, measured on
+    2**20 values of N(0,1). A test measures it again.
     """
 
     bits: int
+    codes: int
     inputs: int
     group: int
     values: tuple[float, ...]
     fields: tuple[Field, ...]
     error: float
+    most: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -88,22 +91,19 @@ def _both(count: int) -> tuple[Field, ...]:
 
 BLOCKS: Mapping[str, Block] = MappingProxyType(
     {
-        "q4_1": Block(4, 32, 32, _steps(4), (_D, _M), 0.0783),
-        "q5_0": Block(5, 32, 32, _steps(5, 16), (_D,), 0.0453),
-        "q5_1": Block(5, 32, 32, _steps(5), (_D, _M), 0.0378),
-        "iq4_nl": Block(4, 32, 32, tuple(map(float, IQ4)), (_D,), 0.0893),
-        "q2_k": Block(4, 256, 16, _steps(4), _both(16), 0.3286),
-        "q3_k": Block(4, 256, 16, (*_steps(3, 4), *(0.0,) * 8), (_D, _scales(16)), 0.1988),
-        "q4_k": Block(4, 256, 32, _steps(4), _both(8), 0.0784),
-        "q5_k": Block(5, 256, 32, _steps(5), _both(8), 0.0382),
-        "q6_k": Block(6, 256, 16, _steps(6, 32), (_D, _scales(16)), 0.0193),
-        "iq4_xs": Block(4, 256, 32, tuple(map(float, IQ4)), (_D, _scales(8)), 0.0893),
-        "nvfp4": Block(4, 64, 16, E2M1, (Field("d", torch.float32), _scales(4, torch.float8_e4m3fn)), 0.0948),
+        "q4_1": Block(4, 16, 32, 32, _steps(4), (_D, _M), 0.0783),
+        "q5_0": Block(5, 32, 32, 32, _steps(5, 16), (_D,), 0.0453),
+        "q5_1": Block(5, 32, 32, 32, _steps(5), (_D, _M), 0.0378),
+        "iq4_nl": Block(4, 16, 32, 32, tuple(map(float, IQ4)), (_D,), 0.0893),
+        "q2_k": Block(4, 4, 256, 16, _steps(4), _both(16), 0.3286, most=15),
+        "q3_k": Block(4, 8, 256, 16, (*_steps(3, 4), *(0.0,) * 8), (_D, _scales(16)), 0.1988, most=127),
+        "q4_k": Block(4, 16, 256, 32, _steps(4), _both(8), 0.0784, most=63),
+        "q5_k": Block(5, 32, 256, 32, _steps(5), _both(8), 0.0382, most=63),
+        "q6_k": Block(6, 64, 256, 16, _steps(6, 32), (_D, _scales(16)), 0.0193, most=127),
+        "iq4_xs": Block(4, 16, 256, 32, tuple(map(float, IQ4)), (_D, _scales(8)), 0.0893, most=127),
+        "nvfp4": Block(4, 16, 64, 16, E2M1, (Field("d", torch.float32), _scales(4, torch.float8_e4m3fn)), 0.0948, 448),
     }
 )
-# The largest code of a group's scale: sc and mn are rounded to steps of a block's d and dmin.
-_MOST = MappingProxyType({torch.int8: 127, torch.uint8: 63, torch.float8_e4m3fn: 448})
-_MOST_OF_Q2_K = 15
 
 
 @dataclass(frozen=True)
@@ -173,17 +173,12 @@ class BlockFormat(QuantFormat):
         if "m" in fields:
             steps = w_RSGN - fields["m"].float().unsqueeze(-1)
         steps = torch.where(scale_RSG1 != 0, steps / scale_RSG1, 0.0)
-        values = torch.tensor(block.values[: self._codes], device=w_RI.device)
+        values = torch.tensor(block.values[: block.codes], device=w_RI.device)
         ordered, order = values.sort(stable=True)
         codes = order[torch.bucketize(steps, (ordered[1:] + ordered[:-1]) / 2)].to(torch.uint8)
         yield pack_codes(codes.reshape(len(w_RI), -1), self.bits)
         parts = [fields[field.name].contiguous().view(torch.uint8) for field in block.fields]
         yield torch.cat(parts, dim=-1).flatten(1)
-
-    @property
-    def _codes(self) -> int:
-        """Number of codes that stand for values: q2_k and q3_k use a part of 4 bits."""
-        return {"q2_k": 4, "q3_k": 8}.get(self.name, 2**self.bits)
 
     def _fields_of(self, w_RSGN: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields of each block: the step of a group from its largest value, or from its span if it has a shift."""
@@ -192,21 +187,18 @@ class BlockFormat(QuantFormat):
         if block.has("mn") or block.has("m"):
             low, high = torch.aminmax(w_RSGN, dim=-1)
             low = low.clamp_max(0)
-            step = (high.clamp_min(0) - low) / (self._codes - 1)
+            step = (high.clamp_min(0) - low) / (block.codes - 1)
         else:
-            step = w_RSGN.abs().amax(dim=-1) / max(block.values[: self._codes])
+            step = w_RSGN.abs().amax(dim=-1) / max(block.values[: block.codes])
         if block.has("m"):
             return {"d": _at_least(step, torch.float16), "m": low.to(torch.float16)}
         if not block.has("sc"):
             return {"d": _at_least(step, torch.float16)}
-        d, sc = _factors(step, dtypes["d"], dtypes["sc"], self._most(dtypes["sc"]))
+        d, sc = _factors(step, dtypes["d"], dtypes["sc"], block.most)
         if not block.has("mn"):
             return {"d": d, "sc": sc}
-        dmin, mn = _factors(-low, torch.float16, torch.uint8, self._most(torch.uint8))
+        dmin, mn = _factors(-low, torch.float16, torch.uint8, block.most)
         return {"d": d, "dmin": dmin, "sc": sc, "mn": mn}
-
-    def _most(self, dtype: torch.dtype) -> int:
-        return _MOST_OF_Q2_K if self.name == "q2_k" else _MOST[dtype]
 
 
 def _expanded(d: torch.Tensor, of_groups: torch.Tensor | None) -> torch.Tensor:

@@ -23,10 +23,12 @@ import torch
 from infuse.errors import ConfigError
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
+from infuse.quant.integer import pack_nibbles, unpack_nibbles
 
 BLOCK = 32
 DEFAULT_GROUP: Mapping[str, int] = MappingProxyType({"mxfp4": BLOCK})
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*MAGNITUDES, *(-value for value in MAGNITUDES))  # by code
 # The largest weights that are rounded down to each magnitude but the last: ties go to the even code.
 _UPPER = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 # Relative RMS error of a round trip, measured on 2**20 values of N(0,1). A test measures it again.
@@ -62,11 +64,10 @@ class MicroscalingFormat(GroupedFormat):
         steps_GN = w_GN / scale_G1
         codes_GN = _codes(steps_GN)
         signed_GN = codes_GN | ((steps_GN < 0) & (codes_GN > 0)).to(torch.uint8) << 3
-        return signed_GN[:, 0::2] | signed_GN[:, 1::2] << 4
+        return pack_nibbles(signed_GN)
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        table = torch.tensor((*MAGNITUDES, *(-value for value in MAGNITUDES)), device=data.device)
-        values = table[torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).long()]
+        values = torch.tensor(E2M1, device=data.device)[unpack_nibbles(data).long()]
         return values.reshape(*scale.shape, -1).mul_(scale.float().unsqueeze(-1)).flatten(1)
 
 
@@ -75,12 +76,17 @@ def from_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeigh
 
     Values do not change. ConfigError if an exponent is 255, which is NaN.
     """
-    if bool((exponents == 255).any()):
-        raise ConfigError("mxfp4: a block's exponent is 255 (NaN); possible: 0 to 254")
     rows, groups = exponents.shape
-    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents.int() - 127).to(SCALE_DTYPE)
-    tensors = {"data": blocks.reshape(rows, -1), "scale": scale}
+    tensors = {"data": blocks.reshape(rows, -1), "scale": scales_of_exponents(exponents)}
     return QuantizedWeight(tensors, (rows, groups * BLOCK), MicroscalingFormat("mxfp4", 4, BLOCK))
+
+
+def scales_of_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2**(exponent - 127), bfloat16, of exponents in uint8. ConfigError if one is 255, which is NaN."""
+    if bool((exponents == 255).any()):
+        raise ConfigError("an exponent is 255 (NaN); possible: 0 to 254")
+    bits = exponents.to(torch.int16) << 7
+    return torch.where(bits == 0, 0x40, bits).to(torch.int16).view(SCALE_DTYPE)  # 2**-127 is subnormal
 
 
 def _codes(steps: torch.Tensor) -> torch.Tensor:

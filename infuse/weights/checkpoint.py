@@ -14,6 +14,7 @@ import torch
 
 from infuse.errors import CheckpointError
 from infuse.weights.coded import decoded
+from infuse.weights.gguf.config import config_notes
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.names import named_tensors
 from infuse.weights.gguf.parts import SUFFIX, open_parts
@@ -76,7 +77,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Whole:
-    """One tensor that a coded form makes of others, whole and in one place: what `Pieces` is to a tensor of files."""
+    """A tensor that is already whole: made by a coded form, or from GGUF."""
 
     first: LazyTensor
 
@@ -138,8 +139,9 @@ class Checkpoint:
     def _take_gguf(self, files: Files) -> None:
         """Open the GGUF files of one model: all tensors are made of theirs, under transformers' names."""
         parts = open_parts(list(files))
-        self.files, self.told, self.in_pieces, self.notes, self.hint = parts, False, False, (), None
+        self.files, self.told, self.in_pieces, self.hint = parts, False, False, None
         tensors = named_tensors(parts)
+        self.notes = config_notes(parts)
         self.titles = {name: "GGUF" for name, tensor in tensors.items() if tensor.coded is not None}
         self.pieces = {name: Whole(tensor) for name, tensor in tensors.items()}
 

@@ -131,7 +131,8 @@ def quantized(
 ) -> Iterator[QuantizedWeight]:
     """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part).
 
-    Sources already stored in the target's format are not requantized: their codes are copied. `only_copies`: they are.
+    Sources already stored in the target's format are not requantized: their codes are copied. `only_copies`: assert
+    that no source is requantized.
     `order`: the inputs of an `ordered` fill, whose sources are values.
     """
     assert fill.format is not None, fill

@@ -146,11 +146,10 @@ def live(module: nn.Module) -> Lookup:
 
 
 @dataclass(frozen=True)
-class OnDevice:
-    """`source`, moved to `device` as it is read."""
+class Rearranged:
+    """What is made of `source`: without codes, and in its shape and dtype unless a subclass says otherwise."""
 
     source: LazyTensor
-    device: torch.device
 
     @property
     def shape(self) -> Shape:
@@ -162,6 +161,17 @@ class OnDevice:
 
     @property
     def coded(self) -> Coded | None:
+        return None
+
+
+@dataclass(frozen=True)
+class OnDevice(Rearranged):
+    """`source`, moved to `device` as it is read."""
+
+    device: torch.device
+
+    @property
+    def coded(self) -> Coded | None:
         return _with_buffers(self.source.coded, lambda buffer: OnDevice(buffer, self.device))
 
     def read(self, part: Slices = ()) -> Tensor:
@@ -169,19 +179,13 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Rearranged):
     """`source` with its last two axes swapped."""
-
-    source: LazyTensor
 
     @property
     def shape(self) -> Shape:
         *outer, rows, columns = self.source.shape
         return (*outer, columns, rows)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     @property
     def coded(self) -> Coded | None:
@@ -193,40 +197,24 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class Pointwise:
+class Pointwise(Rearranged):
     """`source`, the weight of a convolution of one frame [out, in, 1], as a matrix [out, in]."""
-
-    source: LazyTensor
-
-    coded = None
 
     @property
     def shape(self) -> Shape:
         return self.source.shape[:2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     def read(self, part: Slices = ()) -> Tensor:
         return self.source.read(part).squeeze(-1)
 
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(Rearranged):
     """`source`, which has one axis of more than one entry, as a vector."""
-
-    source: LazyTensor
-
-    coded = None
 
     @property
     def shape(self) -> Shape:
         return (math.prod(self.source.shape),)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     def read(self, part: Slices = ()) -> Tensor:
         return self.source.read().flatten()[part]
@@ -302,6 +290,40 @@ def _columns(buffer: Buffer, spans: Sequence[Span]) -> list[Span] | None:
         return None
     columns = [(span.source, buffer.of_inputs(span.start, span.stop)) for span in spans]
     return [Span(source, part.start, part.stop) for source, part in columns]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape and dtype, stacked along a new first axis."""
+
+    sources: Sequence[LazyTensor]
+
+    @property
+    def shape(self) -> Shape:
+        return (len(self.sources), *self.sources[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sources[0].dtype
+
+    @property
+    def coded(self) -> Coded | None:
+        return coded_together(self.sources, Stacked)
+
+    def read(self, part: Slices = ()) -> Tensor:
+        outer, *inner = of_all_axes(part, len(self.shape))
+        return torch.stack([source.read(tuple(inner)) for source in self.sources[outer]])
+
+
+def coded_together(sources: Sequence[LazyTensor], join: Callable[[list[LazyTensor]], LazyTensor]) -> Coded | None:
+    """The joined buffers of tensors that are all stored in one format; None if one is not, or has an order."""
+    stored = [coded for source in sources if (coded := source.coded) is not None]
+    if len(stored) < len(sources) or len({coded.format for coded in stored}) != 1:
+        return None
+    if any(coded.order is not None for coded in stored):
+        return None
+    buffers = {name: join([coded.buffers[name] for coded in stored]) for name in stored[0].buffers}
+    return Coded(stored[0].format, buffers)
 
 
 @dataclass(frozen=True)

@@ -22,24 +22,14 @@ from infuse.weights.coded.form import Form, Found, Raw
 from infuse.weights.coded.fp8 import fp8
 from infuse.weights.coded.gptq import gptq
 from infuse.weights.coded.modelopt import modelopt
-from infuse.weights.coded.settings import Settings, find_settings
+from infuse.weights.coded.settings import METHODS, Settings, find_settings
 from infuse.weights.coded.torchao import torchao
 from infuse.weights.lazy import FileTensor, LazyTensor
 
 FORMS: tuple[Form, ...] = (gptq, awq, compressed, fp8, modelopt, bitsandbytes, torchao)
 
-_METHODS = (
-    "gptq",
-    "awq",
-    "auto-round",
-    "compressed-tensors",
-    "fp8",
-    "fbgemm-fp8",
-    "modelopt",
-    "bitsandbytes",
-    "torchao",
-)
 _FOREIGN = ("mxfp4",)  # a foreign layout, and no form of ours
+_READ = (*METHODS, *_FOREIGN)
 # Names that only quantized forms have, of integers: without a config they cannot be read.
 _TELLTALE = ("qweight", "weight_packed", "qzeros")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -80,7 +70,7 @@ def decoded_as(what: str, tensors: Mapping[str, FileTensor], settings: Settings 
     made = {name: result.title for result in results for name in result.tensors}
     faults = faults or _without_scale(raw)
     if twice := sorted(raw.tensors.keys() & made.keys()):
-        faults.append(f"stored plain besides in codes: {', '.join(twice)}")
+        faults.append(f"stored both as plain values and in codes: {', '.join(twice)}")
     if faults:
         lines = dict.fromkeys(faults)
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
@@ -90,8 +80,11 @@ def decoded_as(what: str, tensors: Mapping[str, FileTensor], settings: Settings 
         for result in results
         for note, names in result.notes.items()
     ]
-    if settings is not None and settings.method in _METHODS and not made:
-        notes.append(f"{settings.origin} names {settings.method}, but no tensor is stored in it")
+    if settings is not None and not made and settings.method not in _FOREIGN:
+        what = "but no tensor is stored in it"
+        if settings.method not in METHODS:
+            what = "which is not applied; the weights are taken as plain values"
+        notes.append(f"{settings.origin} names {settings.method}, {what}")
     every = {name: tensor for result in results for name, tensor in result.tensors.items()}
     used = frozenset().union(*(result.used for result in results))
     return Decoded(every, made, used, tuple(notes), _hint(raw))
@@ -111,7 +104,7 @@ def _without_scale(raw: Raw) -> list[str]:
         scales = [one for one in raw.by_path[path] if _scales(one, leaf)]
         if scales:
             faults.append(f"{what}{path}.{scales[0]} beside it is not read as its scale; {ask}")
-        elif settings is not None and leaf == "weight":
+        elif settings is not None:
             faults.append(f"{what}its scale is missing")
     return faults
 
@@ -125,11 +118,11 @@ def _hint(raw: Raw) -> str | None:
     """Why tensors that no form has taken look quantized: a method that is not read, or no config."""
     settings = raw.settings
     codes = (name for name, tensor in raw.tensors.items() if tensor.dtype in _CODES)
-    if settings is not None and settings.method not in (*_METHODS, *_FOREIGN) and (code := next(codes, None)):
-        possible = ", ".join((*_METHODS, *_FOREIGN))
+    if settings is not None and settings.method not in _READ and (code := next(codes, None)):
+        possible = ", ".join(_READ)
         return f"{settings.origin}: the method {settings.method!r} of {code} is not read; possible: {possible}"
     told = next((name for name in codes if name.rpartition(".")[2] in _TELLTALE), None)
     if settings is not None or told is None:
         return None
-    what = f"{raw.tensors[told].file.path}: {told} is of a quantized form, and no config says which"
+    what = f"{raw.tensors[told].file.path}: {told} is quantized, but no config says how"
     return f'{what}; put the config.json with "quantization_config" beside the files'

@@ -36,11 +36,10 @@ class _Config(BaseModel):
     q_group_size: Size | None = None
     version: Any = "gemm"
     format: Any = None
-    packing_format: Any = None
 
     @property
     def layout(self) -> str:
-        return str(self.packing_format or self.format or self.version).rpartition(":")[2].rpartition(".")[2].lower()
+        return str(self.format or self.version).rpartition(":")[2].rpartition(".")[2].lower()
 
     @property
     def code_bits(self) -> int:
@@ -53,14 +52,13 @@ class _Config(BaseModel):
 
 def awq(raw: Raw) -> Found:
     """Take the matrices of AWQ's packing, if the config names this method, or AutoRound's with this packing."""
-    found = Found("AutoRound (AWQ)" if raw.method == "auto-round" else "AWQ")
-    if raw.settings is None or raw.method not in ("awq", "auto-round"):
-        return found
+    if raw.settings is None or raw.form != "awq":
+        return Found("AWQ")
+    is_of_auto_round = raw.settings.is_of_auto_round
+    found = Found("AutoRound (AWQ)" if is_of_auto_round else "AWQ")
     config = raw.settings.read(_Config)
-    if raw.method == "auto-round" and config.layout not in ("auto_awq", "awq"):
-        return found
     paths = raw.paths(("qweight",), _LEAVES)
-    if raw.method == "awq" and paths and config.layout != "gemm":
+    if not is_of_auto_round and paths and config.layout != "gemm":
         found.faults.append(
             f"{raw.settings.origin}: the layout {config.layout!r} is not read; possible: gemm; convert the files with "
             "their library"

@@ -21,9 +21,10 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from infuse.quant.tables import TABLES
-from infuse.weights.coded.buffers import Tiled, mapped
+from infuse.weights.coded.buffers import Tiled, mapped, scale_buffer
 from infuse.weights.coded.form import Found, Members, Raw, ceil_div
 from infuse.weights.coded.settings import Size
+from infuse.weights.coded.values import Values, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_axes
 
 _STATE = "quant_state.bitsandbytes__"
@@ -218,6 +219,12 @@ def _add_int8(found: Found, members: Members) -> None:
     if layout is not None and bool((layout.read() != 0).any()):
         members.fault("weight_format", "names a layout of one kernel; possible: 0, which is by rows")
         return
-    rows = mapped(Tiled(scale, 1, weight.shape[0]), torch.int32, lambda read: (read * _BYTE).view(torch.int32))
-    buffers: dict[str, LazyTensor] = {"data": weight, "scale": rows}
-    found.add(weight.name, weight.shape, "int8:row:f32", buffers, lambda: weight)
+    (out, inputs) = weight.shape
+    rows = mapped(Tiled(scale, 1, out), torch.float32, lambda read: read * _BYTE)
+    option, bits = scale_buffer(rows, has_float16=True)
+    buffers: dict[str, LazyTensor] = {"data": weight, "scale": bits}
+
+    def values() -> LazyTensor:
+        return Values(weight.shape, weight, of_int8, rows, regular_groups(inputs, inputs))
+
+    found.add(weight.name, weight.shape, f"int8:row{option}", buffers, values)

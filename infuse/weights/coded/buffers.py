@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.errors import CheckpointError, ConfigError
 from infuse.quant.integer import pack_nibbles, unpack_nibbles
-from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_axes
+from infuse.quant.microscaling import scales_of_exponents
+from infuse.weights.lazy import FileTensor, LazyTensor, Rearranged, Shape, Slices, of_all_axes
 
 WINDOW = 4096  # columns of a file that are read at once to make rows: runs of 16 KiB, for words
 _UNPACKED = 1 << 20  # codes of odd widths that are unpacked at once, by way of 4 or 8 bytes each
@@ -48,18 +49,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Tiled:
+class Tiled(Rearranged):
     """A matrix [rows, columns] that repeats each row of `source` `tall` times. A vector is a column."""
 
-    source: LazyTensor
     tall: int
     rows: int
-
-    coded = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
@@ -75,21 +69,10 @@ class Tiled:
 
 
 @dataclass(frozen=True)
-class Reordered:
+class Reordered(Rearranged):
     """Codes of `source`, int8 [out, in] or nibbles [out, in / 2], with the inputs in an `order`, int32 [in]."""
 
-    source: LazyTensor
     order: Tensor
-
-    coded = None
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     def read(self, part: Slices = ()) -> Tensor:
         rows, columns = of_all_axes(part, 2)
@@ -196,11 +179,10 @@ def powers_of_two(exponents: LazyTensor, of: FileTensor) -> Rows:
     """bfloat16 scales 2**(byte - 127), bytes as uint8 or float8_e8m0fnu, of the tensor `of`."""
 
     def decode(read: Tensor) -> Tensor:
-        codes = read.view(torch.uint8)
-        if bool((codes == 255).any()):
-            at = f"{of.file.path}: {of.name}"
-            raise CheckpointError(f"{at}: an exponent is 255 (NaN); possible: 0 to 254")
-        return torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.int() - 127).to(torch.bfloat16)
+        try:
+            return scales_of_exponents(read.view(torch.uint8))
+        except ConfigError as error:
+            raise CheckpointError(f"{of.file.path}: {of.name}: {error}") from error
 
     return Rows(exponents, exponents.shape[1], torch.bfloat16, decode, 1)
 

@@ -26,8 +26,16 @@ from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.patterns import pattern_fault
 from infuse.weights.coded.scaled import add_fp8, add_int8, add_mxfp4, add_nvfp4, group_text, scale_shapes, spread
 from infuse.weights.coded.settings import MOST, Size
-from infuse.weights.coded.values import Values, inputs_by_group, is_regular, of_int4, of_int8, regular_groups
-from infuse.weights.lazy import FileTensor, LazyTensor
+from infuse.weights.coded.values import (
+    Values,
+    has_regular_sizes,
+    inputs_by_group,
+    is_regular,
+    of_int4,
+    of_int8,
+    regular_groups,
+)
+from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
@@ -37,6 +45,8 @@ _LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point",
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _PATTERN = "re:"
 _INDICES = (torch.int32, torch.int64)
+_OF_GROUPS = ("group", "tensor_group")
+_WHOLE = {"channel": (1, MOST), "tensor": (MOST, MOST)}
 
 
 class _Numbers(BaseModel):
@@ -54,6 +64,8 @@ class _Numbers(BaseModel):
     def _has_a_tile(self) -> _Numbers:
         if self.strategy == "block" and self.tile is None:
             raise ValueError(f"block_structure is {self.block_structure!r:.60}; possible: [128, 128]")
+        if self.strategy in _OF_GROUPS and self.tile is None:
+            raise ValueError(f"group_size is {self.group_size} for the strategy {self.strategy!r}; possible: 1 or more")
         return self
 
     @property
@@ -63,7 +75,12 @@ class _Numbers(BaseModel):
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """Rows and inputs of a block: [128, 128], or "128x128" in older files."""
+        """Rows and inputs of one scale, where the config tells. A block is [128, 128], or "128x128" in older files."""
+        size = self.group_size or 0
+        if self.strategy in _OF_GROUPS or (self.strategy is None and size > 0):
+            return (1, size) if size > 0 else None
+        if self.strategy in _WHOLE:
+            return _WHOLE[self.strategy]
         if self.strategy != "block" or self.block_structure is None:
             return (128, 128) if self.strategy == "block" else None
         sizes = [int(size) for size in re.findall(r"\d+", str(self.block_structure)[:80])]
@@ -131,9 +148,7 @@ class _Config(BaseModel):
 def compressed(raw: Raw) -> Found:
     """Take the matrices of compressed-tensors, if the config names it, or AutoRound with its packing."""
     found = Found("compressed-tensors")
-    if raw.settings is None or raw.method not in ("compressed-tensors", "auto-round"):
-        return found
-    if raw.method == "auto-round" and "llm_compressor" not in str(raw.settings.values.get("packing_format")):
+    if raw.settings is None or raw.form != "compressed-tensors":
         return found
     config = raw.settings.read(_Config)
     paths = raw.paths(("weight_packed", "weight_scale"), _LEAVES)
@@ -160,9 +175,9 @@ def _scheme(config: _Config, members: Members) -> _Scheme | None:
     leaf = "weight_packed" if members.has("weight_packed") else "weight_scale"
     scheme = config.scheme(members.path)
     if members.path in (config.ignore or ()):
-        members.fault(leaf, "is there, the config ignores this module")
+        members.fault(leaf, "is quantized, but the config lists this module in `ignore`")
     elif scheme is None or scheme.weights is None:
-        members.fault(leaf, "is there, no group of the config has weights for this module")
+        members.fault(leaf, "is quantized, but no group of the config has weights for this module")
     else:
         return scheme
     return None
@@ -200,7 +215,7 @@ def _add(found: Found, members: Members, scheme: _Scheme, window: Window) -> Non
             zero = members.take("weight_zero_point", (torch.int8,), scale.shape)
         _check(members, "weight", numbers, "int", 8)
         if members.are_sound:
-            add_int8(found, members, weight, scale, zero, scheme.options)
+            add_int8(found, members, weight, scale, zero, numbers.tile, scheme.options)
 
 
 def _scale(members: Members, *others: torch.dtype) -> FileTensor | None:
@@ -248,12 +263,12 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
         what = f"is {data.shape}, not {(out, ceil_div(inputs * bits, 32))} for {(out, inputs)}"
         members.fault("weight_packed", f"{what} of {bits} bits, as the config and weight_shape say")
         return
-    spread_out = spread(scale, (out, inputs), None)
+    spread_out = spread(scale, (out, inputs), numbers.tile)
     if spread_out is None:
-        members.fault("weight_scale", f"is {scale.shape}; possible: {scale_shapes((out, inputs), None)}")
+        members.fault("weight_scale", f"is {scale.shape}; possible: {scale_shapes((out, inputs), numbers.tile)}")
         return
     rows, size = spread_out
-    zero = _zeros(members, numbers, bits, out, scale, window)
+    zero = _zeros(members, numbers, (out, inputs), scale, window)
     groups = _groups(members, numbers, inputs, size)
     if not members.are_sound or groups is None:
         return
@@ -279,10 +294,9 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
     found.add(name, (out, inputs), format, buffers, values, order)
 
 
-def _zeros(
-    members: Members, numbers: _Numbers, bits: int, out: int, scale: FileTensor, window: Window
-) -> LazyTensor | None:
+def _zeros(members: Members, numbers: _Numbers, shape: Shape, scale: FileTensor, window: Window) -> LazyTensor | None:
     """Zeros [out, groups] in steps, int8; None for symmetric weights, or after a fault."""
+    out, bits = shape[0], numbers.num_bits
     if numbers.symmetric and not members.has("weight_zero_point"):
         return None
     if members.dtype("weight_zero_point") is torch.int8:
@@ -293,7 +307,7 @@ def _zeros(
         if bits <= 4 and (low < NIBBLES[0] or high > NIBBLES[1]):
             what = f"holds zeros {low} to {high}; possible, for codes of {bits} bits: {NIBBLES[0]} to {NIBBLES[1]}"
             members.fault("weight_zero_point", what)
-        spread_out = spread(stored, (out, scale.shape[-1]), None)
+        spread_out = spread(stored, shape, numbers.tile)
         return None if spread_out is None else spread_out[0]
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     words = members.take("weight_zero_point", (torch.int32,), (ceil_div(out * bits, 32), groups))
@@ -316,6 +330,9 @@ def _groups(members: Members, numbers: _Numbers, inputs: int, size: int) -> Tens
         return regular
     if int(groups.min()) < 0 or int(groups.max()) >= ceil_div(inputs, size):
         members.fault("weight_g_idx", f"names the groups {int(groups.min())} to {int(groups.max())}")
+        return None
+    if not has_regular_sizes(groups, size):
+        members.fault("weight_g_idx", f"does not give each group {size} of the {inputs} inputs")
         return None
     return groups
 

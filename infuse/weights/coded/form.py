@@ -41,9 +41,9 @@ class Raw:
         return found
 
     @property
-    def method(self) -> str | None:
-        """The config's quant_method."""
-        return None if self.settings is None else self.settings.method
+    def form(self) -> str | None:
+        """The form that reads what the config's quant_method names."""
+        return None if self.settings is None else self.settings.form
 
     def paths(self, sure: Collection[str], others: Collection[str] = ()) -> list[str]:
         """List, in order, the modules that have a tensor called one of `sure`, or two of all these names."""
@@ -75,14 +75,14 @@ class Found:
         self.notes.setdefault(what, []).append(name)
 
     def leave(self, raw: Raw, names: Iterable[str], what: str) -> None:
-        """Use those of `names` that are there for nothing, and note `what` they are."""
+        """Mark those of `names` that exist as used without reading them, and add a note."""
         for name in names:
             if name in raw and name not in self.used:
                 self.used.add(name)
                 self.note(f"{what} are not used", name)
 
     def leave_cache(self, raw: Raw) -> None:
-        """`leave` what a cache of keys and values in fewer bits would be scaled by."""
+        """Leave the scales of a quantized KV cache."""
         names = (name for name in raw.tensors if name.rpartition(".")[2] in _CACHE)
         self.leave(raw, names, "scales of cached keys and values")
 

@@ -10,7 +10,6 @@ mixtures
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw
 from infuse.weights.coded.scaled import E8M0, add_fp8
 from infuse.weights.coded.settings import Size
-from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape, Slices, of_all_axes
+from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape, Slices, Stacked
 
-METHODS = ("fp8", "fbgemm-fp8")
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _SHORT = "scale"  # of DeepSeek-V4; norms may have one too
 _OF_EXPERTS = "_scale_inv"
@@ -51,31 +49,10 @@ class _OfExpert(FileTensor):
         return self.file.read(self.name, (slice(self.expert, self.expert + 1), *part))[0]
 
 
-@dataclass(frozen=True)
-class _Stacked:
-    """Matrices of one shape as a tensor [matrices, rows, columns]."""
-
-    matrices: Sequence[LazyTensor]
-
-    coded = None
-
-    @property
-    def shape(self) -> Shape:
-        return (len(self.matrices), *self.matrices[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.matrices[0].dtype
-
-    def read(self, part: Slices = ()) -> Tensor:
-        experts, *within = of_all_axes(part, 3)
-        return torch.stack([matrix.read(tuple(within)) for matrix in self.matrices[experts]])
-
-
 def fp8(raw: Raw) -> Found:
     """Take e4m3 weights with their scales, if the config names fp8; without config, those of `weight_scale_inv`."""
     found = Found("fp8")
-    if raw.settings is not None and raw.method not in METHODS:
+    if raw.settings is not None and raw.form != "fp8":
         return found
     config = _Config() if raw.settings is None else raw.settings.read(_Config)
     tile = _TILE if raw.settings is None else config.weight_block_size
@@ -92,15 +69,10 @@ def fp8(raw: Raw) -> Found:
     for name, tensor in raw.tensors.items():
         if tensor.dtype is torch.float8_e4m3fn and len(tensor.shape) == 3 and f"{name}{_OF_EXPERTS}" in raw:
             _add_experts(found, raw, name, tile)
-    if raw.settings is not None:
-        for name, tensor in raw.tensors.items():
-            path, _, leaf = name.rpartition(".")
-            if leaf == "weight" and tensor.dtype is torch.float8_e4m3fn and name not in found.used:
-                Members(raw, path, found).take("weight_scale_inv", FLOATS)
-        if found.used:
-            unused = (name for name in raw.tensors if name.rpartition(".")[2] in _UNUSED)
-            found.leave(raw, unused, "scales of activations")
-            found.leave_cache(raw)
+    if raw.settings is not None and found.used:
+        unused = (name for name in raw.tensors if name.rpartition(".")[2] in _UNUSED)
+        found.leave(raw, unused, "scales of activations")
+        found.leave_cache(raw)
     return found
 
 
@@ -137,9 +109,9 @@ def _add_experts(found: Found, raw: Raw, name: str, tile: tuple[int, int] | None
             found.note(note, name)
     coded = [matrix.coded for matrix in matrices]
     if coded[0] is None:
-        found.tensors[name] = _Stacked(matrices)
+        found.tensors[name] = Stacked(matrices)
         return
     buffers: dict[str, LazyTensor] = {
-        each: _Stacked([one.buffers[each] for one in coded if one is not None]) for each in coded[0].buffers
+        each: Stacked([one.buffers[each] for one in coded if one is not None]) for each in coded[0].buffers
     }
     found.tensors[name] = CodedTensor(weight.shape, torch.float32, Coded(coded[0].format, buffers))

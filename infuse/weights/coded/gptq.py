@@ -25,14 +25,21 @@ from infuse.quant.integer import pack_nibbles
 from infuse.weights.coded.buffers import Kept, Turned, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.settings import Size
-from infuse.weights.coded.values import Values, inputs_by_group, is_regular, of_int4, of_int8, regular_groups
+from infuse.weights.coded.values import (
+    Values,
+    has_regular_sizes,
+    inputs_by_group,
+    is_regular,
+    of_int4,
+    of_int8,
+    regular_groups,
+)
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 BITS = (2, 3, 4, 8)
 _LESS_ONE = ("gptq", "auto_gptq")  # layouts that store zeros less one
 _LAYOUTS = (*_LESS_ONE, "gptq_v2", "gptqmodel", "auto_round")
-_OTHERS = ("auto_awq", "awq", "llm_compressor")  # packings of AutoRound that other forms take
 # What version 1 subtracted from whole words: one from each code. Three words hold 32 codes of 3 bits.
 _ONES = {2: (0x55555555,), 3: (0x49249249, 0x92492492, 0x24924924), 4: (0x11111111,), 8: (0x01010101,)}
 _GPTQMODEL = (0x24924924, 0x92492492, 0x49249249)  # for 3 bits gptqmodel subtracts, and adds, these: in reverse order
@@ -69,8 +76,19 @@ class _Config(BaseModel):
     @property
     def varies(self) -> bool:
         """Whether some modules have other bits, groups or zeros than the rest."""
+        return bool(self._overriding)
+
+    def sizes(self, inputs: int, groups: int) -> list[int]:
+        """The sizes of groups, of the config and of its entries for some modules, that make `groups` of `inputs`."""
+        named = [self.group_size, *(entry.get("group_size") for entry in self._overriding)]
+        sizes = {min(size, inputs) if size > 0 else inputs for size in named if isinstance(size, int)}
+        return sorted(size for size in sizes if ceil_div(inputs, size) == groups)
+
+    @property
+    def _overriding(self) -> list[dict[str, Any]]:
+        """The entries for some modules that change what the config says."""
         entries = [entry for pattern, entry in (self.dynamic or {}).items() if not str(pattern).startswith("-:")]
-        return any(map(self._differs, (*entries, *(self.extra_config or {}).values())))
+        return [entry for entry in (*entries, *(self.extra_config or {}).values()) if self._differs(entry)]
 
     def _differs(self, entry: Any) -> bool:
         """Whether an entry for some modules changes what the config says; those of 16 bits are not in codes."""
@@ -117,14 +135,13 @@ class _Matrix:
 
 def gptq(raw: Raw) -> Found:
     """Take the matrices of GPTQ's packing, if the config names this or AutoRound's method."""
-    found = Found("AutoRound" if raw.method == "auto-round" else "GPTQ")
-    if raw.settings is None or raw.method not in ("gptq", "auto-round"):
-        return found
+    if raw.settings is None or raw.form != "gptq":
+        return Found("GPTQ")
+    is_of_auto_round = raw.settings.is_of_auto_round
+    found = Found("AutoRound" if is_of_auto_round else "GPTQ")
     config = raw.settings.read(_Config)
-    if raw.method == "auto-round" and config.layout in _OTHERS:
-        return found
     paths = raw.paths(("qweight",), LEAVES)
-    if paths and raw.method == "auto-round" and not (config.sym or config.packing_format):
+    if paths and is_of_auto_round and not (config.sym or config.packing_format):
         found.faults.append(f"{raw.settings.origin}: packing_format is missing, which tells how zeros are stored")
         return found
     if paths and config.layout not in _LAYOUTS:
@@ -161,7 +178,7 @@ def _checked(members: Members, config: _Config, found: Found) -> _Matrix | None:
         members.fault("qweight", f"has {bits} bits, the config says {config.bits}")
         return None
     inputs = words * 32 // bits
-    ordered = _groups(members, config, inputs, groups)
+    ordered = _groups(members, config, found, inputs, groups)
     if ordered is None:
         return None
     matrix = _Matrix(qweight, qzeros, scales, (out, inputs), bits, *ordered, config.subtracted(bits))
@@ -187,14 +204,21 @@ def _symmetric(members: Members, config: _Config, matrix: _Matrix, found: Found)
     return None
 
 
-def _groups(members: Members, config: _Config, inputs: int, groups: int) -> tuple[Tensor, int] | None:
+def _groups(members: Members, config: _Config, found: Found, inputs: int, groups: int) -> tuple[Tensor, int] | None:
     """The group of each input, and the size of groups; None after a fault."""
-    size = config.group_size if config.group_size > 0 else inputs
-    if ceil_div(inputs, size) != groups:
-        if not config.varies or inputs % groups:
-            members.fault("scales", f"has {groups} groups for {inputs} inputs, the config says groups of {size}")
-            return None
-        size = inputs // groups
+    sizes = config.sizes(inputs, groups)
+    if not sizes:
+        size = config.group_size if config.group_size > 0 else inputs
+        other = ", and no entry for some modules fits" if config.varies else ""
+        members.fault("scales", f"has {groups} groups for {inputs} inputs, the config says groups of {size}{other}")
+        return None
+    if len(sizes) > 1:
+        told = ", ".join(map(str, sizes))
+        members.fault(
+            "scales", f"has {groups} groups for {inputs} inputs, which fits several sizes in the config: {told}"
+        )
+        return None
+    size = sizes[0]
     regular = regular_groups(inputs, size)
     if not members.has("g_idx"):
         if config.desc_act:
@@ -209,6 +233,14 @@ def _groups(members: Members, config: _Config, inputs: int, groups: int) -> tupl
     if low < 0 or high >= groups:
         members.fault("g_idx", f"names the groups {low} to {high} of {groups}")
         return None
+    if not config.desc_act and groups > 1 and high == 0:  # as some libraries write it without act-order
+        found.note("g_idx is all zeros, so groups are taken in order, as without desc_act", f"{members.path}.weight")
+        return regular, size
+    if not has_regular_sizes(indices, size):
+        members.fault("g_idx", f"does not give each of {groups} groups {size} of the {inputs} inputs")
+        return None
+    if not config.desc_act and not is_regular(indices, size):
+        found.note("g_idx is in act-order, which is kept, against the config's desc_act", f"{members.path}.weight")
     return indices, size
 
 

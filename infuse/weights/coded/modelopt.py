@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from pydantic import BaseModel
 
-from infuse.weights.coded.form import FLOATS, Found, Members, Raw
+from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.scaled import add_fp8, add_nvfp4
 
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
@@ -30,7 +30,7 @@ class _Config(BaseModel):
 def modelopt(raw: Raw) -> Found:
     """Take the matrices of ModelOpt, if the config names it."""
     found = Found("ModelOpt")
-    if raw.settings is None or raw.method not in ("modelopt", "modelopt-fp4"):
+    if raw.settings is None or raw.form != "modelopt":
         return found
     config = raw.settings.read(_Config)
     paths = raw.paths(("weight_scale", "weight_scale_2"))
@@ -64,7 +64,7 @@ def _add_fp8(found: Found, members: Members) -> None:
 
 def _add_nvfp4(found: Found, members: Members) -> None:
     weight = members.take("weight", (torch.uint8,), (-1, -1))
-    groups = None if weight is None else (weight.shape[0], -(-weight.shape[1] * 2 // 16))
+    groups = None if weight is None else (weight.shape[0], ceil_div(weight.shape[1] * 2, 16))
     scale = members.take("weight_scale", (torch.float8_e4m3fn,), *(() if groups is None else (groups,)))
     of_all = members.take("weight_scale_2", (torch.float32,), (), (1,))
     if weight is not None and scale is not None and of_all is not None:

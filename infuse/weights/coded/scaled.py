@@ -21,12 +21,14 @@ E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 def spread(scale: LazyTensor, shape: Shape, tile: Sequence[int] | None) -> tuple[LazyTensor, int] | None:
     """Scales [out, groups] and the inputs of a group, of scales for a tensor, a row, groups or tiles; None if neither.
 
-    `tile`: [rows, inputs] of one scale, from the config; None: as the shape tells.
+    `tile`: [rows, inputs] of one scale, from the config; None: as the shape tells. The last group may be partial.
     """
     out, inputs = shape
     if tile is not None:
-        fits = scale.shape == (ceil_div(out, tile[0]), ceil_div(inputs, tile[1]))
-        return (Tiled(scale, tile[0], out), tile[1]) if fits else None
+        rows, groups = (ceil_div(size, of_one) for size, of_one in zip(shape, tile, strict=True))
+        is_single_one = rows == groups == 1 and is_single(scale.shape)
+        fits = is_single_one or scale.shape == (rows, groups) or (groups == 1 and scale.shape == (rows,))
+        return (Tiled(scale, tile[0], out), min(tile[1], inputs)) if fits else None
     if is_single(scale.shape):
         return Tiled(scale, out, out), inputs
     if scale.shape in ((out,), (out, 1)):
@@ -40,7 +42,8 @@ def scale_shapes(shape: Shape, tile: Sequence[int] | None) -> str:
     """The possible shapes of scales, for an error message."""
     out, inputs = shape
     if tile is not None:
-        return f"{(ceil_div(out, tile[0]), ceil_div(inputs, tile[1]))}, tiles of {tile[0]} x {tile[1]}"
+        tall, wide = (min(size, of_one) for size, of_one in zip(shape, tile, strict=True))
+        return f"{(ceil_div(out, tall), ceil_div(inputs, wide))}, one for each {tall} x {wide}"
     return f"(1,), {(out,)}, {(out, 1)} or ({out}, groups of inputs)"
 
 
@@ -71,17 +74,23 @@ def add_fp8(found: Found, members: Members, weight: FileTensor, scale: FileTenso
 
 
 def add_int8(
-    found: Found, members: Members, weight: FileTensor, scale: FileTensor, zero: FileTensor | None, options: str
+    found: Found,
+    members: Members,
+    weight: FileTensor,
+    scale: FileTensor,
+    zero: FileTensor | None,
+    tile: Sequence[int] | None,
+    options: str,
 ) -> None:
-    """Add int8 codes [out, in] with scales, and zeros of the same shape, for a tensor, rows or groups."""
+    """Add int8 codes [out, in] with scales, and zeros of the same shape, for a tensor, rows, groups or tiles."""
     shape, name = weight.shape, weight.name
-    spread_out = spread(scale, shape, None)
+    spread_out = spread(scale, shape, tile)
     if spread_out is None:
         leaf = scale.name.rpartition(".")[2]
-        members.fault(leaf, f"is {scale.shape} for a weight {shape}; possible: {scale_shapes(shape, None)}")
+        members.fault(leaf, f"is {scale.shape} for a weight {shape}; possible: {scale_shapes(shape, tile)}")
         return
     rows, size = spread_out
-    zeros = None if zero is None else spread(zero, shape, None)
+    zeros = None if zero is None else spread(zero, shape, tile)
     option, buffer = scale_buffer(rows, has_float16=True)
     buffers: dict[str, LazyTensor] = {"data": weight, "scale": buffer}
     if zeros is not None:

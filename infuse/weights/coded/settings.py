@@ -20,6 +20,21 @@ _KEYS = ("quantization_config", "compression_config")  # older files of compress
 # Files of older folders: name → the method that their values belong to if they name none.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": "auto-round"}
 _MODELOPT = "hf_quant_config.json"
+# quant_method, in lower case with dashes → the form that reads its files. AutoRound's files name their packing besides.
+_FORMS = {
+    "gptq": "gptq",
+    "awq": "awq",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "fbgemm-fp8": "fp8",
+    "modelopt": "modelopt",
+    "modelopt-fp4": "modelopt",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+}
+_AUTO_ROUND = "auto-round"
+_PACKINGS = {"auto-awq": "awq", "awq": "awq", "llm-compressor": "compressed-tensors"}  # others are GPTQ's
+METHODS = (*_FORMS, _AUTO_ROUND)  # that are read
 MOST = 1 << 31  # more than any size of a matrix; PyTorch's integers hold sums and products of it
 Size = Annotated[int, Field(le=MOST)]  # of groups, blocks or matrices
 _T = TypeVar("_T", bound=BaseModel)
@@ -27,11 +42,24 @@ _T = TypeVar("_T", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Settings:
-    """The quantization that a config describes: where it stands, the method's name in lower case, its keys."""
+    """The quantization that a config describes: where it stands, the method's name with dashes, its keys."""
 
     origin: str
     method: str
     values: Mapping[str, Any]
+
+    @property
+    def form(self) -> str | None:
+        """The form that reads the files of this method, and of AutoRound's packing; None if none does."""
+        if not self.is_of_auto_round:
+            return _FORMS.get(self.method)
+        packing = str(self.values.get("packing_format") or self.values.get("format") or "")
+        parts = _plain(packing).split(":")
+        return next((_PACKINGS[part] for part in parts if part in _PACKINGS), "gptq")
+
+    @property
+    def is_of_auto_round(self) -> bool:
+        return self.method == _AUTO_ROUND
 
     def read(self, schema: type[_T]) -> _T:
         """Validate the keys; CheckpointError lists all that are missing or wrong."""
@@ -83,4 +111,8 @@ def _settings(origin: str, values: Any, method: str | None = None) -> Settings:
         named = "compressed-tensors"
     if not isinstance(named, str):
         raise CheckpointError(f'{origin}: has no "quant_method", which names the form of the files')
-    return Settings(origin, named.lower().replace("_", "-").removeprefix("intel/"), values)
+    return Settings(origin, _plain(named).removeprefix("intel/"), values)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")

@@ -63,7 +63,7 @@ def torchao(raw: Raw) -> Found:
         matched = re.fullmatch(rf"_(\w+?)_({'|'.join(_PARTS)})", leaf)
         if matched and isinstance(tensor.file, SafetensorsFile) and f"{path}.{matched[1]}" in tensor.file.metadata:
             paths.setdefault(f"{path}.{matched[1]}", tensor)
-        elif matched and matched[2] == "qdata" and raw.method == "torchao":
+        elif matched and matched[2] == "qdata" and raw.form == "torchao":
             found.used.add(name)
             found.faults.append(
                 f"{tensor.file.path}: {name} has no entry in the file's metadata, which tells its class"
@@ -86,6 +86,11 @@ def _add(found: Found, raw: Raw, name: str, part: FileTensor) -> None:
     if data is None:
         possible = f"possible: {_INT8}, {_FP8}, {_INTX}"
         members.fault(f"_{leaf}_qdata", f"is part of a {entry.kind} of torchao, which is not read; {possible}", part)
+        return
+    known = [f"_{leaf}_{one}" for one in _PARTS]
+    if others := [one for one in raw.by_path[path] if one.startswith(f"_{leaf}_") and one not in known]:
+        for other in others:
+            members.fault(other, f"is a part of {name} that is not read; possible: {', '.join(known)}")
         return
     dtype = torch.float8_e4m3fn if entry.kind == _FP8 else torch.int8
     qdata = members.take(f"_{leaf}_qdata", (dtype,), (-1, -1))

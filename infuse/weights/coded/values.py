@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infuse.quant.blocks import E2M1
 from infuse.quant.integer import unpack_int4, unpack_nibbles
+from infuse.quant.microscaling import E2M1
 from infuse.weights.lazy import LazyTensor, Shape, Slices, of_all_axes
 
 
@@ -46,6 +46,12 @@ def regular_groups(inputs: int, size: int) -> Tensor:
 def is_regular(groups: Tensor, size: int) -> bool:
     """Whether the inputs of each group are neighbours, in order."""
     return torch.equal(groups, regular_groups(len(groups), size))
+
+
+def has_regular_sizes(groups: Tensor, size: int) -> bool:
+    """Whether each group has `size` inputs, anywhere, but the last one those that are left."""
+    sizes = regular_groups(len(groups), size).bincount()
+    return torch.equal(groups.bincount(minlength=len(sizes)), sizes)
 
 
 def inputs_by_group(groups: Tensor, size: int) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Split the blocks of GGUF's types into codes and scales in our formats' layouts: pure functions of bytes.
 
-`split_blocks` is the only door; kernels take the place of what is here where there are some. Only bits are moved.
+`split_blocks` is the only door; kernels take the place of what is here where there are some. Values do not change.
 
 Legend: b_RB is bytes of blocks, R rows of B blocks (all blocks flattened to N where rows do not matter).
 """
@@ -13,10 +13,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from infuse.errors import ConfigError
 from infuse.native import kernels
 from infuse.quant.floating import pack_fp6
+from infuse.quant.integer import pack_nibbles
+from infuse.quant.microscaling import scales_of_exponents
 from infuse.quant.parse import quant_format
+from infuse.weights.gguf.file import TYPES
 
 # The format in which each type is kept.
 FORMATS: Mapping[str, str] = MappingProxyType({
@@ -24,13 +26,10 @@ FORMATS: Mapping[str, str] = MappingProxyType({
     "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "IQ4_NL": "iq4_nl", "Q2_K": "q2_k", "Q3_K": "q3_k",
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "IQ4_XS": "iq4_xs",
 })  # fmt: skip
-_BYTES: Mapping[str, int] = MappingProxyType({
-    "Q4_0": 18, "Q8_0": 34, "MXFP4": 17, "NVFP4": 36, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "IQ4_NL": 18,
-    "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136,
-})  # fmt: skip
+# Values in a block and bytes of a block of each type.
+_SIZES = MappingProxyType({name: (values, size) for name, values, size in TYPES.values()})
 # In the order of kSplits in ops/cpu/src/binding_blocks.cpp.
 COMPILED = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-_VALUES = {type: 256 if type in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS") else 32 for type in COMPILED}
 
 
 def split_blocks(raw: Tensor, type: str) -> tuple[Tensor, Tensor]:
@@ -38,7 +37,7 @@ def split_blocks(raw: Tensor, type: str) -> tuple[Tensor, Tensor]:
 
     ConfigError if a block's scale is not a number that the format has: an exponent of 255 in MXFP4.
     """
-    rows, size = len(raw), _BYTES[type]
+    rows, (_, size) = len(raw), _SIZES[type]
     assert raw.dtype == torch.uint8 and raw.shape[1] % size == 0, (raw.dtype, raw.shape, type)
     blocks = raw.shape[1] // size
     if type in COMPILED and raw.device.type == "cpu" and not isinstance(kernels(), str):
@@ -55,12 +54,13 @@ def _as_numbers(data: Tensor, scale: Tensor, type: str) -> tuple[Tensor, Tensor]
         return data.view(torch.int8), scale.view(torch.float16)
     if type == "Q4_0":
         return data, scale.view(torch.float16)
-    return data, _powers_of_two(scale) if type == "MXFP4" else scale
+    return data, scales_of_exponents(scale) if type == "MXFP4" else scale
 
 
 def _split_by_kernel(raw: Tensor, type: str) -> tuple[Tensor, Tensor]:
     """The same in C++: twenty times as fast."""
-    rows, inputs = len(raw), raw.shape[1] // _BYTES[type] * _VALUES[type]
+    values, size = _SIZES[type]
+    rows, inputs = len(raw), raw.shape[1] // size * values
     buffers = quant_format(FORMATS[type]).buffers(inputs)
     sizes = [buffer.width(inputs) * buffer.dtype.itemsize for buffer in buffers]
     data, scale = (torch.empty(rows, size, dtype=torch.uint8) for size in sizes)
@@ -73,11 +73,6 @@ def _neighbours(nibbles: Tensor) -> tuple[Tensor, Tensor]:
     """Pack low and high nibbles of bytes [..., 2n] anew: neighbouring values share a byte, in two tensors [..., n]."""
     even, odd = nibbles[..., 0::2], nibbles[..., 1::2]
     return even & 15 | odd << 4, even >> 4 | odd & 0xF0
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Pack codes below 16, one in each byte [..., 2n], into nibbles [..., n]."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def _halves(nibbles: Tensor) -> Tensor:
@@ -148,7 +143,7 @@ def _two_bits(b_NB: Tensor) -> Tensor:
 
 def _q2_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
     scales = b_NB[:, :16]
-    return _packed(_two_bits(b_NB[:, 16:80])), torch.cat([b_NB[:, 80:], scales & 15, scales >> 4], dim=-1)
+    return pack_nibbles(_two_bits(b_NB[:, 16:80])), torch.cat([b_NB[:, 80:], scales & 15, scales >> 4], dim=-1)
 
 
 def _q3_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +153,7 @@ def _q3_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat([low & 15, low >> 4], dim=-1)
     scales = scales | torch.cat([(high_of_scale >> shift & 3) << 4 for shift in (0, 2, 4, 6)], dim=-1)
     scales = scales - 32  # int8's bits: uint8 wraps
-    return _packed(_two_bits(b_NB[:, 32:96]) | high << 2), torch.cat([b_NB[:, 108:], scales], dim=-1)
+    return pack_nibbles(_two_bits(b_NB[:, 32:96]) | high << 2), torch.cat([b_NB[:, 108:], scales], dim=-1)
 
 
 def _q6_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,14 +170,6 @@ def _iq4_xs(b_NB: Tensor) -> tuple[Tensor, Tensor]:
     low = torch.stack([low & 15, low >> 4], dim=-1).flatten(1)
     scales = (low | high) - 32  # int8's bits: uint8 wraps
     return _halves(b_NB[:, 8:].reshape(-1, 8, 16)), torch.cat([b_NB[:, :2], scales], dim=-1)
-
-
-def _powers_of_two(exponents: Tensor) -> Tensor:
-    """bfloat16 2**(exponent - 127)."""
-    if bool((exponents == 255).any()):
-        raise ConfigError("a block's exponent is 255 (NaN); possible: 0 to 254")
-    bits = exponents.to(torch.int16) << 7
-    return torch.where(bits == 0, 0x40, bits).to(torch.int16).view(torch.bfloat16)  # 2**-127 is subnormal
 
 
 _SPLIT: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = MappingProxyType({

@@ -14,7 +14,7 @@ from infuse.errors import CheckpointError
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.metadata import PATTERN, Metadata
 from infuse.weights.gguf.names import DEFAULT_BASE, family_of
-from infuse.weights.gguf.rotary import rope_parameters
+from infuse.weights.gguf.rotary import FACTORS, rope_parameters
 
 # Blocks of the models whose queries are scaled by the width of a head as if heads tiled the hidden state; others by the
 # head's own width. The files do not say it: llama.cpp knows these sizes too.
@@ -28,14 +28,43 @@ _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "logit_scale": ("granite", "command-r", "cohere2"),
     "embedding_scale": ("granite",),
     "residual_scale": ("granite",),
+    "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2"),
+    "attn_logit_softcapping": ("gemma2",),
+    "final_logit_softcapping": ("gemma2", "gemma3"),
+    "expert_weights_scale": (),
 })  # fmt: skip
+# Keys that need not be looked up: tensors show what they say, or they say nothing of what a model computes.
+HARMLESS = frozenset((
+    "vocab_size", "context_length", "attention.value_length", "feed_forward_length", "expert_feed_forward_length",
+    "expert_shared_feed_forward_length", "use_parallel_residual", "tensor_data_layout", "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+))  # fmt: skip
 _CLOSE = 1e-5  # relative: scales are stored in float32
 
 
 def config_values(files: tuple[GGUFFile, ...]) -> dict[str, Any]:
     """`model_type` and the values of its config in transformers; CheckpointError for what is missing or not known."""
+    return _values(_metadata(files))
+
+
+def config_notes(files: tuple[GGUFFile, ...]) -> tuple[str, ...]:
+    """Notes for a plan: the keys that the config is not made of, or why there is no config of these files."""
+    meta = _metadata(files)
+    try:
+        _values(meta)
+    except CheckpointError as error:
+        return (f"the model's own config is not compared with the GGUF file's, which cannot be made: {error}",)
+    left = meta.not_asked(HARMLESS)
+    return (f"keys of the GGUF file that are not used: {', '.join(left)}",) if left else ()
+
+
+def _metadata(files: tuple[GGUFFile, ...]) -> Metadata:
     architecture, _ = family_of(files[0].values, files[0].path)
-    meta = Metadata(files, architecture)
+    return Metadata(files, architecture)
+
+
+def _values(meta: Metadata) -> dict[str, Any]:
+    files, architecture = meta.files, meta.architecture
     values = _of_all(meta)
     _refuse_dropped(meta)
     for key, name in _IDS.items():
@@ -66,6 +95,7 @@ def _of_all(meta: Metadata) -> dict[str, Any]:
 
 def _refuse_dropped(meta: Metadata) -> None:
     """Raise CheckpointError for all keys that have no place in the config and would change what the model computes."""
+    context = meta.get("context_length")
     harmless: dict[str, tuple[float, ...]] = {
         "rope.dimension_count": (meta.head_dim,),
         "attention.scale": (0, meta.head_dim**-0.5),
@@ -73,6 +103,10 @@ def _refuse_dropped(meta: Metadata) -> None:
         "embedding_scale": (0, 1),
         "residual_scale": (0, 1),
         PATTERN: (),
+        "attention.sliding_window": (0, max(meta.get("attention.sliding_window", 0), context)),
+        "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,),
+        "expert_weights_scale": (0, 1),
     }
     faults = []
     for key, architectures in _TAKEN_BY.items():
@@ -80,12 +114,17 @@ def _refuse_dropped(meta: Metadata) -> None:
             continue
         if harmless[key] and any(math.isclose(meta.get(key), one, rel_tol=_CLOSE) for one in harmless[key]):
             continue
-        possible = " or ".join(f"{one:g}" for one in harmless[key]) or "none"
+        possible = " or ".join(f"{one:.12g}" for one in harmless[key]) or "none"
         value = meta.of_layers(key) or meta.get(key)
         faults.append(f"{meta.architecture}.{key} is {str(value):.40} (possible: {possible})")
     if faults:
         what = f"keys that a {meta.architecture} of transformers has no value for"
         raise CheckpointError(f"{meta.files[0].path}: has {what}: {'; '.join(faults)}")
+    factors = [tensor for tensor in FACTORS.values() if meta.has(tensor)]
+    if factors and not _has_factors(meta):
+        possible = f"{' and '.join(FACTORS.values())} in plain numbers, of phi3"
+        told = f"a {meta.architecture} has {', '.join(factors)}"
+        raise CheckpointError(f"{meta.files[0].path}: {told}; possible: {possible}")
 
 
 def _rotation(meta: Metadata) -> dict[str, Any]:
@@ -97,12 +136,13 @@ def _rotation(meta: Metadata) -> dict[str, Any]:
     factor = meta.get(key, 1.0)
     if kind == "yarn":
         rotation = _yarn(meta, theta, key, factor)
-    elif kind in ("none", "longrope") or (kind == "linear" and factor in (0, 1)):
+    elif kind == "none" or (kind == "longrope" and _has_factors(meta)) or (kind == "linear" and factor in (0, 1)):
         rotation = plain
     elif kind == "linear":
         rotation = {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
     else:
-        raise meta.fault("rope.scaling.type", kind, "none, linear, yarn, longrope")
+        possible = f"none, linear, yarn; of phi3 also longrope, with {' and '.join(FACTORS.values())}"
+        raise meta.fault("rope.scaling.type", kind, possible)
     attention = meta.get("rope.scaling.attn_factor", 1.0)
     if kind != "yarn" and attention != 1 and not _has_factors(meta):
         raise meta.fault("rope.scaling.attn_factor", attention, "1, or scaling by yarn or by rope_factors")
@@ -115,8 +155,8 @@ def _rotation(meta: Metadata) -> dict[str, Any]:
 
 
 def _has_factors(meta: Metadata) -> bool:
-    tensors = (f"rope_factors_{name}.weight" for name in ("short", "long"))
-    return meta.architecture == "phi3" and all(any(one in file.stored for file in meta.files) for one in tensors)
+    stored = {name for file in meta.files for name in file.stored}
+    return meta.architecture == "phi3" and stored.issuperset(FACTORS.values())
 
 
 def _yarn(meta: Metadata, theta: float, key: str, factor: float) -> dict[str, Any]:
@@ -248,14 +288,16 @@ def _query_scale(meta: Metadata, blocks_of_27b: int) -> int:
 def _phi3(meta: Metadata) -> dict[str, Any]:
     original = meta.get("rope.scaling.original_context_length", 0) or meta.get("context_length")
     rotation = _partly_rotated(meta) | {"original_max_position_embeddings": original}
-    factors = {name: f"rope_factors_{name}.weight" for name in ("short", "long")}
-    read = {
-        f"{name}_factor": file.read(tensor).tolist()
-        for name, tensor in factors.items()
-        for file in meta.files
-        if tensor in file.stored
-    }
-    if len(read) == 2:
+    if _has_factors(meta):
+        if rotation["rope_type"] != "default":
+            told = "longrope or none, beside rope_factors"
+            raise meta.fault("rope.scaling.type", meta.get("rope.scaling.type", "linear"), told)
+        read = {
+            f"{name}_factor": file.read(tensor).tolist()
+            for name, tensor in FACTORS.items()
+            for file in meta.files
+            if tensor in file.stored
+        }
         rotation |= read | {"rope_type": "longrope"}
         if meta.stores("rope.scaling.attn_factor"):
             rotation["attention_factor"] = float(meta.get("rope.scaling.attn_factor"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -134,11 +134,8 @@ class _Header:
         tensors, keys = self._counts()
         values: dict[str, Any] = {}
         for number in range(keys):
-            self._what = f"key {number}"
-            key = self._name()
+            key = self._new_name(f"key {number}", values)
             self._what = f"the value of {key}"
-            if key in values:
-                raise self._fault(f"{key} is there twice")
             values[key] = self._value(self._number("I"))
         alignment = values.get("general.alignment", 32)
         if not _is_alignment(alignment):
@@ -166,11 +163,8 @@ class _Header:
         """Read the entries of tensors: sizes, fastest first, type and offset by name."""
         table: dict[str, tuple[list[int], int, int]] = {}
         for number in range(count):
-            self._what = f"the entry of tensor {number}"
-            name = self._name()
+            name = self._new_name(f"the entry of tensor {number}", table)
             self._what = f"the entry of {name}"
-            if name in table:
-                raise self._fault(f"{name} is there twice")
             axes = self._number("I")
             if axes > _MOST_AXES:
                 raise self._fault(f"{name} has {axes} axes; possible: up to {_MOST_AXES}")
@@ -230,6 +224,14 @@ class _Header:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise self._fault(f"{self._what}: its name is not UTF-8: {raw[:40]!r}") from error
+
+    def _new_name(self, what: str, known: Container[str]) -> str:
+        """Read the name of `what`, which must not be among those `known`."""
+        self._what = what
+        name = self._name()
+        if name in known:
+            raise self._fault(f"{name} appears twice")
+        return name
 
     def _string(self) -> str:
         """Read a value. A token may hold bytes that are no text by themselves."""

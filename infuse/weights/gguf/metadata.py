@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -62,7 +62,8 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
          "final_logit_softcapping"), _NOT_NEGATIVE
     ),
     **dict.fromkeys(
-        ("rope.scaling.yarn_ext_factor", "attention.scale", "logit_scale", "embedding_scale", "residual_scale"), _NUMBER
+        ("rope.scaling.yarn_ext_factor", "attention.scale", "logit_scale", "embedding_scale", "residual_scale",
+         "expert_weights_scale"), _NUMBER
     ),
     "rope.scaling.type": _TEXT,
 })  # fmt: skip
@@ -70,10 +71,11 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Metadata:
-    """Keys and tensors of a model's files, looked up for its architecture."""
+    """Keys and tensors of a model's files, looked up for its architecture. `asked`: the keys that were looked up."""
 
     files: tuple[GGUFFile, ...]
     architecture: str
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -87,7 +89,7 @@ class Metadata:
 
         CheckpointError if it is missing and has no default, or is not of the kind and range of that key.
         """
-        value = self.files[0].values.get(f"{self.architecture}.{key}", _MISSING)
+        value = self._value(key, _MISSING)
         if value is _MISSING:
             if default is not _MISSING:
                 return default
@@ -109,16 +111,25 @@ class Metadata:
         return CheckpointError(f"{self.files[0].path}: {told}; possible: {possible}")
 
     def stores(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self.files[0].values
+        return self._value(key, _MISSING) is not _MISSING
 
     def of_layers(self, key: str) -> list[Any] | None:
         """The list of `key`, None if it is no list; CheckpointError if it is not as long as there are layers."""
-        value = self.files[0].values.get(f"{self.architecture}.{key}")
+        value = self._value(key, None)
         if not isinstance(value, list):
             return None
         if len(value) != self.get("block_count"):
             raise self.fault(key, value, f"a value for each of {self.get('block_count')} layers")
         return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        self.asked.add(key)
+        return self.files[0].values.get(f"{self.architecture}.{key}", default)
+
+    def not_asked(self, harmless: Set[str]) -> list[str]:
+        """The architecture's keys, by their whole names, that nobody looked up and that are not `harmless`."""
+        start, known = f"{self.architecture}.", self.asked | harmless
+        return [key for key in self.files[0].values if key.startswith(start) and key[len(start) :] not in known]
 
     def rows(self, tensor: str, axis: int = -2) -> int | None:
         """The size of a tensor along `axis`, None if it is not there."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from infuse.errors import CheckpointError
 from infuse.weights.gguf.file import PLAIN, Entry, GGUFFile
-from infuse.weights.gguf.tensors import Alternating, Frequencies, Shifted, Stacked, Unpermuted, Viewed, matrix
-from infuse.weights.lazy import FileTensor, LazyTensor, Transposed
+from infuse.weights.gguf.tensors import Alternating, Frequencies, Shifted, Unpermuted, Viewed, matrix
+from infuse.weights.lazy import FileTensor, LazyTensor, Stacked, Transposed
 
 Named = Iterator[tuple[str, LazyTensor]]
 
@@ -116,7 +116,7 @@ def named_tensors(files: tuple[GGUFFile, ...]) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in namer.all():
         if name in tensors:
-            raise CheckpointError(f"{files[0].path}: has two tensors that are {name}")
+            raise CheckpointError(f"{files[0].path}: two tensors map to {name}")
         tensors[name] = tensor
     namer.raise_any()
     return tensors

@@ -53,7 +53,7 @@ def open_parts(paths: Sequence[Path]) -> tuple[GGUFFile, ...]:
     whole = _number(first, "split.tensors.count", tensors.total())
     if wrong or whole != tensors.total():
         what = f"; in doubt: {', '.join(wrong)}" if wrong else ""
-        told = f"have {tensors.total()} tensors, and the first one tells of {whole}"
+        told = f"hold {tensors.total()} tensors, the first file says {whole}"
         raise CheckpointError(f"{first.path}: its {len(files)} files are not one model's: they {told}{what}")
     _refuse_types(files)
     return tuple(files)

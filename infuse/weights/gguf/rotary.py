@@ -6,11 +6,17 @@ frequency i = base**(-2i / width) / factors[i]
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Tensors of factors for short and for long texts, which only phi3's files have.
+FACTORS: Mapping[str, str] = MappingProxyType({
+    "short": "rope_factors_short.weight", "long": "rope_factors_long.weight",
+})  # fmt: skip
 # Of Llama 3.1 to 3.3, with factors of 8 and 32; the files hold only what comes of them.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 _CLOSE = 1e-4  # relative: factors are computed in float32, by several formulas

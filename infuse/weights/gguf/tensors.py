@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,17 @@ from infuse.quant.format import Buffer
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf.blocks import FORMATS, split_blocks
 from infuse.weights.gguf.file import PLAIN, GGUFFile
-from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Shape, Slices, of_all_axes
+from infuse.weights.lazy import (
+    Coded,
+    CodedTensor,
+    FileTensor,
+    LazyTensor,
+    Rearranged,
+    Shape,
+    Slices,
+    coded_together,
+    of_all_axes,
+)
 
 PART_VALUES = 1 << 20  # values converted per step, to keep the temporaries in a core's cache
 
@@ -37,7 +47,7 @@ def matrix(
     if entry.type in PLAIN and rows == slice(None):
         return wrap(FileTensor(file, name))
     if entry.type in PLAIN:
-        return wrap(_PlainRows(FileTensor(file, name), first, stop - first))
+        return wrap(_PlainRows(file, name, first, stop - first))
     text, inputs = FORMATS[entry.type], entry.shape[-1]
     blocks = _Blocks(file, name, first, stop - first, factor)
     buffers = {buffer.name: wrap(_BlockBuffer(blocks, buffer, inputs)) for buffer in quant_format(text).buffers(inputs)}
@@ -45,10 +55,7 @@ def matrix(
 
 
 class _Blocks:
-    """Rows of a matrix of blocks. Whoever reads one buffer reads the other of the same rows next: it is kept till then.
-
-    All buffers are made by one conversion of the bytes.
-    """
+    """Rows of a matrix of blocks. One conversion makes both buffers; the second is cached until it is read."""
 
     def __init__(self, file: GGUFFile, name: str, first: int, rows: int, factor: LazyTensor | None):
         self.file, self.name, self.first, self.rows, self._factor = file, name, first, rows, factor
@@ -115,9 +122,10 @@ class _BlockBuffer:
 
 @dataclass(frozen=True)
 class _PlainRows:
-    """`count` rows from `first` on of a plain stack [matrices, rows, columns], which lie in one of its matrices."""
+    """`count` rows from `first` on of a tensor of plain numbers with all axes but the last flattened."""
 
-    source: LazyTensor
+    file: GGUFFile
+    name: str
     first: int
     count: int
 
@@ -125,36 +133,24 @@ class _PlainRows:
 
     @property
     def shape(self) -> Shape:
-        return (self.count, self.source.shape[-1])
+        return (self.count, self.file.entries[self.name].shape[-1])
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.source.dtype
+        return PLAIN[self.file.entries[self.name].type]
 
     def read(self, part: Slices = ()) -> Tensor:
         rows, columns = of_all_axes(part, 2)
         start, stop, _ = rows.indices(self.count)
-        place, first = divmod(self.first, self.source.shape[1])
-        within = slice(first + start, first + max(stop, start))
-        return self.source.read((slice(place, place + 1), within, columns))[0]
+        raw = self.file.blocks(self.name, self.first + start, self.first + max(stop, start))
+        return raw.view(self.dtype)[:, columns]
 
 
 @dataclass(frozen=True)
-class Unpermuted:
-    """`source`, whose rows llama.cpp stores per head for rotation in pairs (0, 1), (2, 3), ..., as halves again."""
+class Unpermuted(Rearranged):
+    """Undo llama.cpp's row permutation per head: rotary pairs (0, 1), (2, 3), ... back to halves."""
 
-    source: LazyTensor
     heads: int
-
-    coded = None
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     def read(self, part: Slices = ()) -> Tensor:
         rows, *columns = of_all_axes(part, len(self.shape))
@@ -167,39 +163,27 @@ class Unpermuted:
 
 
 @dataclass(frozen=True)
-class Shifted:
+class Shifted(Rearranged):
     """`source` plus a number, in float32."""
 
-    source: LazyTensor
     by: float
 
-    coded, dtype = None, torch.float32
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
+    dtype = torch.float32
 
     def read(self, part: Slices = ()) -> Tensor:
         return self.source.read(part).float() + self.by
 
 
 @dataclass(frozen=True)
-class Viewed:
+class Viewed(Rearranged):
     """`source`, which is small and plain, in another shape; with `index`, one entry of its first axis."""
 
-    source: LazyTensor
     whole: Shape
     index: int | None = None
-
-    coded = None
 
     @property
     def shape(self) -> Shape:
         return self.whole if self.index is None else self.whole[1:]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
     def read(self, part: Slices = ()) -> Tensor:
         values = self.source.read().reshape(self.whole)
@@ -208,7 +192,7 @@ class Viewed:
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Rotary frequencies to the `base`, each divided by its one of `factors`. `context`: tokens of the model."""
+    """Rotary frequencies for `base`, divided elementwise by `factors`. `context`: tokens of the model."""
 
     factors: LazyTensor
     base: float
@@ -228,7 +212,7 @@ class Frequencies:
 
 @dataclass(frozen=True)
 class Alternating:
-    """Two tensors of one shape, of whose rows each is followed by that of the other: 0 of `even`, 0 of `odd`, 1 ..."""
+    """Rows of two tensors, interleaved: even[0], odd[0], even[1], ..."""
 
     even: LazyTensor
     odd: LazyTensor
@@ -244,7 +228,7 @@ class Alternating:
 
     @property
     def coded(self) -> Coded | None:
-        return _coded([self.even, self.odd], lambda buffers: Alternating(*buffers))
+        return coded_together([self.even, self.odd], lambda buffers: Alternating(*buffers))
 
     def read(self, part: Slices = ()) -> Tensor:
         rows, *columns = of_all_axes(part, len(self.shape))
@@ -252,37 +236,3 @@ class Alternating:
         first, last = start // 2, -(-stop // 2)
         both = [source.read((slice(first, last), *columns)) for source in (self.even, self.odd)]
         return torch.stack(both, dim=1).flatten(0, 1)[start - 2 * first : stop - 2 * first]
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """Tensors of one shape and dtype as one with an axis more, the first."""
-
-    sources: Sequence[LazyTensor]
-
-    @property
-    def shape(self) -> Shape:
-        return (len(self.sources), *self.sources[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.sources[0].dtype
-
-    @property
-    def coded(self) -> Coded | None:
-        return _coded(self.sources, Stacked)
-
-    def read(self, part: Slices = ()) -> Tensor:
-        outer, *inner = of_all_axes(part, len(self.shape))
-        return torch.stack([source.read(tuple(inner)) for source in self.sources[outer]])
-
-
-def _coded(sources: Sequence[LazyTensor], join: Callable[[list[LazyTensor]], LazyTensor]) -> Coded | None:
-    """The joined buffers of tensors that are all stored in one format."""
-    stored = [source.coded for source in sources]
-    first = stored[0]
-    if first is None or {coded.format if coded else None for coded in stored} != {first.format}:
-        return None
-    return Coded(
-        first.format, {name: join([coded.buffers[name] for coded in stored if coded]) for name in first.buffers}
-    )

@@ -173,7 +173,7 @@ REFUSED = [
     ("compressed-w4a16", _changed("compressed-w4a16", transform_config={"config_groups": {"R1": {}}}),
      "transform_config, whose rotations"),
     ("compressed-w4a16", _changed("compressed-w4a16", quantization_status="frozen"), "status 'frozen'"),
-    ("compressed-w4a16", _changed("compressed-w4a16", ignore=[AT]), "the config ignores this module"),
+    ("compressed-w4a16", _changed("compressed-w4a16", ignore=[AT]), "but the config lists this module in `ignore`"),
     ("modelopt-nvfp4", _changed("modelopt-nvfp4", quant_algo="W4A16_AWQ"), "quant_algo 'W4A16_AWQ' is not read"),
 ]  # fmt: skip
 

@@ -101,7 +101,7 @@ def test_the_models_config_tells_the_form(tmp_path: Path) -> None:
     case = BY_CASE["awq"]
     state = publish(tmp_path, case, llama())
     (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="no config says which"):
+    with pytest.raises(CheckpointError, match="no config says how"):
         loaded(tmp_path)
     model = on_meta("llama", **ROOM)
     model.config.quantization_config = dict(case.config)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.errors import CheckpointError, ConfigError
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.coded.buffers import Tiled
 from infuse.weights.coded.patterns import pattern_fault
@@ -321,4 +321,66 @@ def test_a_scale_of_a_norm(tmp_path: Path) -> None:
     plain = {"n.scale": torch.ones(4), "m.scale": torch.ones(4), "m.weight": torch.ones(4)}
     checkpoint = opened(tmp_path, {**tensors, **plain}, case.config)
     assert set(checkpoint.pieces) == {f"{AT}.weight", *plain}
+    assert torch.equal(matrix(checkpoint).read(), values)
+
+
+def test_experts_without_their_scale(tmp_path: Path) -> None:
+    leaves, _ = BY_CASE["fp8-blocks"].pack(WEIGHT)
+    tensors = {"a.experts.up": torch.stack([leaves["weight"]] * 2)}
+    with pytest.raises(CheckpointError, match=r"a.experts.up is float8_e4m3fn, and its scale is missing"):
+        opened(tmp_path, tensors, BY_CASE["fp8-blocks"].config)
+
+
+@pytest.mark.parametrize("leaf", ["_weight_act_pre_scale", "_weight_act_quant_scale"])
+def test_parts_of_torchao_that_are_not_read(leaf: str, tmp_path: Path) -> None:
+    """The inputs of such a linear would have to be scaled."""
+    tensors = {f"{AT}._weight_qdata": torch.ones(64, 128, dtype=torch.int8), f"{AT}._weight_scale": torch.ones(64, 1)}
+    metadata = {f"{AT}.weight": json.dumps({"_type": "Int8Tensor", "_data": {"block_size": [1, 128]}})}
+    write(tmp_path, {}, {"quant_method": "torchao"})
+    save_file({**tensors, f"{AT}.{leaf}": torch.ones(1)}, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=rf"a.b.{leaf} is a part of a.b.weight that is not read; possible: _wei"):
+        Checkpoint(find_files(str(tmp_path)))
+
+
+# ---- methods ----
+
+
+def test_a_method_that_is_not_applied(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, {f"{AT}.weight": WEIGHT}, {"quant_method": "bitnet", "linear_class": "autobitlinear"})
+    (note,) = checkpoint.notes
+    assert note.endswith("names bitnet, which is not applied; the weights are taken as plain values")
+    assert torch.equal(matrix(checkpoint).read(), WEIGHT)
+    assert not opened(tmp_path / "mxfp4", {f"{AT}.weight": WEIGHT}, {"quant_method": "mxfp4"}).notes
+
+
+@pytest.mark.parametrize(("name", "method"), [
+    ("modelopt-nvfp4", "modelopt_fp4"), ("modelopt-nvfp4", "ModelOpt"), ("auto-round-awq", "intel/auto-round"),
+])  # fmt: skip
+def test_other_names_of_methods(name: str, method: str, tmp_path: Path) -> None:
+    tensors, values = tensors_of(BY_CASE[name])
+    checkpoint = opened(tmp_path, tensors, {**BY_CASE[name].config, "quant_method": method})
+    assert torch.equal(matrix(checkpoint).read(), values) and not checkpoint.notes
+    config = {**BY_CASE[name].config, "quant_method": method}
+    told = opened(tmp_path / "plain", {f"{AT}.weight": WEIGHT}, config).notes
+    assert told[0].endswith("but no tensor is stored in it")
+
+
+def test_all_methods_that_are_read_are_possible(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, {f"{AT}.qweight": torch.ones(4, 4, dtype=torch.int32)}, {"quant_method": "aqlm"})
+    assert checkpoint.hint is not None and "'aqlm'" in checkpoint.hint
+    for method in ("gptq", "auto-round", "fbgemm-fp8", "modelopt-fp4", "torchao", "mxfp4"):
+        assert f" {method}" in checkpoint.hint
+
+
+# ---- int8 of bitsandbytes ----
+
+
+def test_values_of_int8_that_no_format_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(format: str) -> None:
+        raise ConfigError(f"{format} is refused")
+
+    monkeypatch.setattr(import_module("infuse.weights.coded.form"), "quant_format", refuse)
+    tensors, values = tensors_of(BY_CASE["bitsandbytes-int8"])
+    checkpoint = opened(tmp_path, tensors, BY_CASE["bitsandbytes-int8"].config)
+    assert format_of(matrix(checkpoint)) is None and "is refused" in "".join(checkpoint.notes)
     assert torch.equal(matrix(checkpoint).read(), values)

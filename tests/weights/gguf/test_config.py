@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from infuse.errors import CheckpointError
-from infuse.weights.gguf.config import config_values
+from infuse.weights.gguf.config import config_notes, config_values
 from infuse.weights.gguf.parts import open_parts
 from tests.support.gguf_files import llama_values, write
 
@@ -87,6 +87,66 @@ def test_attention_factor_of_phi3(config_of):
     tensors["token_embd.weight"] = torch.ones(32, 64)
     rotation = config_of("phi3", {"rope.scaling.attn_factor": 1.5}, tensors)["rope_parameters"]
     assert rotation["rope_type"] == "longrope" and rotation["attention_factor"] == 1.5
+
+
+FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+@pytest.mark.parametrize(("architecture", "there"), (("llama", ()), ("phi3", ()), ("phi3", FACTORS[:1])))
+def test_longrope_without_its_factors(config_of, architecture, there):
+    tensors = {"token_embd.weight": torch.ones(32, 64)} | {name: torch.ones(8) for name in there}
+    match = rf"{architecture}.rope.scaling.type is 'longrope'; possible: none, .*longrope, with {' and '.join(FACTORS)}"
+    with pytest.raises(CheckpointError, match=match):
+        config_of(architecture, {"rope.scaling.type": "longrope"}, tensors)
+
+
+@pytest.mark.parametrize(("architecture", "there"), (("llama", FACTORS), ("qwen2", FACTORS[1:]), ("phi3", FACTORS[:1])))
+def test_factors_of_another_architecture(config_of, architecture, there):
+    tensors = {"token_embd.weight": torch.ones(32, 64)} | {name: torch.ones(8) for name in there}
+    with pytest.raises(CheckpointError, match=f"a {architecture} has {', '.join(there)}; possible: .*of phi3"):
+        config_of(architecture, {}, tensors)
+
+
+def test_longrope_of_phi3(config_of):
+    tensors = {"token_embd.weight": torch.ones(32, 64)} | {name: torch.linspace(1, 2, 8) for name in FACTORS}
+    assert config_of("phi3", {"rope.scaling.type": "longrope"}, tensors)["rope_parameters"]["rope_type"] == "longrope"
+    with pytest.raises(CheckpointError, match="phi3.rope.scaling.type is 'yarn'; possible: longrope or none"):
+        config_of("phi3", YARN, tensors)
+
+
+EXPERTS = {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32}
+DROPPED = {
+    "window": ("olmo2", "attention.sliding_window", 32, "32 (possible: 0 or 128)", (0, 128, 4096)),
+    "window of qwen2": ("qwen2", "attention.sliding_window", 127, "127 (possible: 0 or 128)", (0, 128)),
+    "capped scores": ("llama", "attn_logit_softcapping", 50.0, "50.0 (possible: 0)", (0.0,)),
+    "capped logits": ("llama", "final_logit_softcapping", 30.0, "30.0 (possible: 0)", (0.0,)),
+    "capped scores of gemma3": ("gemma3", "attn_logit_softcapping", 50.0, "50.0 (possible: 0)", (0.0,)),
+    "scaled experts": ("qwen3moe", "expert_weights_scale", 2.5, "2.5 (possible: 0 or 1)", (0.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_keys_without_a_place_in_the_config(config_of, name):
+    architecture, key, value, told, harmless = DROPPED[name]
+    more = EXPERTS if architecture == "qwen3moe" else {}
+    with pytest.raises(CheckpointError, match=re.escape(f"{architecture}.{key} is {told}")):
+        config_of(architecture, more | {key: value})
+    for value in harmless:
+        config_of(architecture, more | {key: value})
+
+
+def test_keys_that_nobody_looks_up_are_noted(tmp_path):
+    path = tmp_path / "model.gguf"
+    tensors = {"token_embd.weight": torch.ones(32, 64)}
+    values = llama_values(SIZES) | {"llama.rope.scaling.finetuned": True, "general.name": "a", "other.key": 1}
+    write(path, "llama", values, tensors)
+    assert config_notes(open_parts([path])) == ()
+    write(path, "llama", values | {"llama.attention.clamp_kqv": 8.0, "llama.new.key": 1}, tensors)
+    (note,) = config_notes(open_parts([path]))
+    assert note == "keys of the GGUF file that are not used: llama.attention.clamp_kqv, llama.new.key"
+    write(path, "llama", values | {"llama.final_logit_softcapping": 30.0}, tensors)
+    (note,) = config_notes(open_parts([path]))
+    assert "config is not compared" in note and "llama.final_logit_softcapping is 30.0" in note
 
 
 @pytest.mark.parametrize("architecture", ("stablelm", "nemotron", "phi3"))

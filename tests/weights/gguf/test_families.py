@@ -221,6 +221,7 @@ def test_config_and_logits(tmp_path, name, type):
     engine = infuse.init_inference(
         empty.eval(), checkpoint=str(path), dtype=torch.float32, replace_with_kernel_inject=True
     )
+    assert not [note for note in engine.plan.notes if "GGUF file" in note]
     with torch.no_grad():
         logits = engine(IDS).logits
     if type == "F32":

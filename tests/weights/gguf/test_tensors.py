@@ -14,7 +14,7 @@ from infuse.weights.gguf.names import FREQUENCIES, named_tensors
 from infuse.weights.gguf.parts import open_parts
 from infuse.weights.gguf.rotary import rope_parameters
 from infuse.weights.gguf.tensors import matrix
-from infuse.weights.lazy import InMemory
+from infuse.weights.lazy import Coded, CodedTensor, InMemory, Order, Stacked
 from tests.support.gguf_files import llama_tensors, llama_values, matrices_in, permuted, write
 
 KEYS = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.expert_count": 2}
@@ -68,7 +68,7 @@ def test_rows_of_q_are_unpermuted_in_any_part(path, type):
 def test_up_besides_gate_and_up_in_one(path):
     experts = torch.randn(2, 6, 64)
     write(path, "llama", KEYS, {"blk.0.ffn_up_exps.weight": experts, "blk.0.ffn_gate_up_exps.weight": experts})
-    with pytest.raises(CheckpointError, match="has two tensors that are model.layers.0.block_sparse_moe.experts.0.w3"):
+    with pytest.raises(CheckpointError, match="two tensors map to model.layers.0.block_sparse_moe.experts.0.w3"):
         named_tensors(open_parts([path]))
 
 
@@ -83,6 +83,29 @@ def test_gate_and_up_in_one_tensor(path):
         tensors["model.layers.0.mlp.experts.0.gate_proj.weight"].read(), next(iter(stored.values()))[0, :3]
     )
     assert file.bytes_read - before == 6 * 68
+
+
+def test_rows_of_plain_experts_are_read_alone(path):
+    experts = torch.randn(2, 6, 64)
+    write(path, "qwen3moe", {}, {"blk.0.ffn_gate_up_exps.weight": experts})
+    (file,) = open_parts([path])
+    tensors, before = named_tensors((file,)), file.bytes_read
+    up = tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
+    assert torch.equal(up.read((slice(1, 2), slice(3, 9))), experts[1, 4:5, 3:9])
+    assert file.bytes_read - before == 64 * 4
+    assert torch.equal(up.read(), experts[1, 3:]) and up.read((slice(2, 2),)).shape == (0, 64)
+
+
+@pytest.mark.parametrize("has_order", (True, False))
+def test_stacked_matrices_keep_no_codes_in_an_order(has_order):
+    """The stack's codes would be read as if they lay in the order of the inputs."""
+    order = Order.of(torch.arange(32).flip(0)) if has_order else None
+    data = InMemory(torch.randint(-127, 128, (4, 32), dtype=torch.int8))
+    coded = Coded("int8:32", {"data": data, "scale": InMemory(torch.ones(4, 1, dtype=torch.bfloat16))}, order)
+    matrix_in_codes = CodedTensor((4, 32), torch.float32, coded)
+    stacked = Stacked([matrix_in_codes, matrix_in_codes])
+    assert (stacked.coded is None) == has_order
+    assert torch.equal(stacked.read()[1], data.tensor.flip(1).float() if has_order else data.tensor.float())
 
 
 def test_nvfp4_with_a_scale_of_its_own(path):
@@ -146,7 +169,7 @@ def test_an_exponent_that_is_no_number(path):
     content = bytearray(path.read_bytes())
     content[file.entries["output.weight"].start + 17] = 255
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="model.gguf: output.weight, from row 0 on: a block's exponent is 255"):
+    with pytest.raises(CheckpointError, match="model.gguf: output.weight, from row 0 on: an exponent is 255"):
         named_tensors(open_parts([path]))["lm_head.weight"].read()
 
 
@@ -208,6 +231,42 @@ def test_a_model_that_rotates_otherwise_is_refused(path, on_meta):
     with torch.device("meta" if on_meta else "cpu"):
         other = scaled_llama({"rope_type": "default", "rope_theta": 5e5})
     with pytest.raises(CheckpointError, match="model.rotary_emb.inv_freq: the file scales rotation.*'llama3'"):
+        infuse.init_inference(other, checkpoint=str(path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("is_scaled", (True, False))
+def test_a_model_whose_frequencies_cannot_be_compared(path, is_scaled):
+    model = scaled_llama(LLAMA3)
+    factors = factors_of(model) if is_scaled else torch.ones(16)
+    write(path, "llama", llama_values(model.config), llama_tensors(model) | {"rope_freqs.weight": factors})
+    other = scaled_llama({"rope_type": "default", "rope_theta": 5e5})
+    other.model.rotary_emb.register_buffer("frequencies", other.model.rotary_emb.inv_freq, persistent=False)
+    del other.model.rotary_emb.inv_freq
+    if not is_scaled:
+        infuse.init_inference(other, checkpoint=str(path), dtype=torch.float32)
+        return
+    with pytest.raises(CheckpointError, match="by rope_freqs; this model's frequencies cannot be compared with it"):
+        infuse.init_inference(other, checkpoint=str(path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("of_model", ("plain", "other", "same"))
+def test_factors_for_short_and_long_texts(path, of_model):
+    model = scaled_llama(LLAMA3)
+    scaled = {name: torch.linspace(1, end, 16) for name, end in (("short", 2), ("long", 4))}
+    tensors = {f"rope_factors_{name}.weight": value for name, value in scaled.items()}
+    write(path, "llama", llama_values(model.config), llama_tensors(model) | tensors)
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    if of_model != "plain":
+        long = scaled["long" if of_model == "same" else "short"].tolist()
+        parameters |= {"rope_type": "longrope", "original_max_position_embeddings": 4096, "attention_factor": 1.0}
+        parameters |= {"short_factor": scaled["short"].tolist(), "long_factor": long}
+    other = scaled_llama(parameters)
+    if of_model == "same":
+        engine = infuse.init_inference(other, checkpoint=str(path), dtype=torch.float32)
+        assert not any("rope_factors_long.weight" in note for note in engine.plan.notes if "no place" in note)
+        return
+    match = "rope_factors_long.weight: the file scales rotation by rope_factors_long.weight, the model does not"
+    with pytest.raises(CheckpointError, match=match):
         infuse.init_inference(other, checkpoint=str(path), dtype=torch.float32)
 
 
