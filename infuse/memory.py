@@ -8,7 +8,9 @@ also afterwards, by a copy.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ LEAST_BYTES = 2 * PAGE_BYTES  # smaller tensors are on ordinary pages, until `co
 _LEAST_SMALL_BYTES = 1 << 18
 _MADV_COLLAPSE = 25  # of Linux 6.1
 _TOUCHED_BYTES = 1 << 15  # of each page; PyTorch gives one thread this many
+_SPARE = 4  # a buffer may be this many times as large as the tensor that takes it
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -47,6 +50,42 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
         inside.view(-1, PAGE_BYTES)[:, :_TOUCHED_BYTES].zero_()
         advise(*asked, _MADV_COLLAPSE)  # memory that the process has used before was touched already
     return made
+
+
+class Scratch:
+    """Memory for temporary tensors. It is taken again once no tensor uses it: new pages take longer than their values.
+
+    `clear` gives unused memory back to the system.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._cleared = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """An uninitialised tensor; on devices other than the CPU as `torch.empty` makes it."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if torch.device(device).type != "cpu" or nbytes < LEAST_BYTES:
+            return torch.empty(shape, dtype=dtype, device=device)
+        fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= _SPARE * nbytes]
+        buffer = min(fitting, key=lambda buffer: buffer.nbytes, default=None)
+        if buffer is None:
+            buffer = empty((nbytes,), torch.uint8)
+        else:
+            self._free = [other for other in self._free if other is not buffer]
+        # The storage of the tensor and of all its views holds this array, which dies with the last of them.
+        array = buffer.numpy()[:nbytes]
+        weakref.finalize(array, self._take_back, buffer, self._cleared).atexit = False
+        return torch.from_numpy(array).view(dtype).view(tuple(shape))
+
+    def clear(self) -> None:
+        """Keep no memory of the tensors made so far."""
+        self._free.clear()
+        self._cleared += 1
+
+    def _take_back(self, buffer: Tensor, cleared: int) -> None:
+        if cleared == self._cleared:
+            self._free.append(buffer)
 
 
 def copied(source: Tensor, dtype: torch.dtype) -> Tensor:

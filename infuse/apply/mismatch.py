@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -30,21 +30,36 @@ _NOT_CALLED = "the model's attention does not come through it"
 
 
 def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = False) -> str | None:
-    """Compare the new module's outputs with the original's; with `structure`, also in float32 without formats."""
-    dtype, source = trial.plan.dtype, trial.builder.source
-    with source.loaded(step.path):
-        wanted = compare.expected(trial.model.get_submodule(step.path), cases, dtype, _routers(step), step.exact)
-        if structure:
-            plain = trial.builder.built(step.plain, _widest(trial.model.get_submodule(step.path)))
-            if mismatch := compare.structure_mismatch(plain, cases, wanted):
+    """Compare the new module's outputs with the original's; with `structure`, also in float32 without formats.
+
+    The values of a checkpoint are in memory in one dtype at a time.
+    """
+    dtype, source, old = trial.plan.dtype, trial.builder.source, trial.model.get_submodule(step.path)
+    by_rows = not structure and not step.exact and all(case.rows for case in cases)
+    parts, anew = source.row_parts(step.path) if by_rows else None, source.loads_anew(step.path, dtype)
+    with ExitStack() as loaded:
+        if parts is not None:
+            wanted = compare.expected_of_parts(parts, cases, dtype)
+        else:
+            loaded.enter_context(source.loaded(step.path))
+            wanted = compare.expected_exact(old, cases, _routers(step))
+            if structure and (mismatch := _structure_mismatch(trial, step, cases, wanted)):
                 return mismatch
-            del plain
+            if anew:
+                loaded.close()
+            with source.loaded(step.path, dtype=dtype, exact=step.exact) if anew else nullcontext():
+                wanted = compare.with_own_error(wanted, old, cases, dtype, step.exact)
         heads = [head for other, head in trial.modules if step.shares and other.path == step.shares]
         new = trial.builder.sharing(step, heads[0]) if heads else trial.builder.built(step, dtype)
         mismatch = compare.result_mismatch(new, step, cases, wanted, dtype)
     if mismatch is None and not source.is_live and not heads:  # a live model leaves no memory for it
         trial.modules.append((step, new))
     return mismatch
+
+
+def _structure_mismatch(trial: Trial, step: Step, cases: list[Case], wanted: compare.Expected) -> str | None:
+    plain = trial.builder.built(step.plain, _widest(trial.model.get_submodule(step.path)))
+    return compare.structure_mismatch(plain, cases, wanted)
 
 
 def _widest(module: nn.Module) -> torch.dtype | None:

@@ -160,3 +160,30 @@ def test_what_processes_share_stays_where_it_is(tmp_path: Path) -> None:
     assert small.data_ptr() == shared.data_ptr()
     small.fill_(1.0)
     assert torch.from_file(str(tmp_path / "shared"), shared=True, size=4).sum() == 4
+
+
+def test_scratch_memory_is_taken_again_once_nothing_uses_it() -> None:
+    scratch, shape = memory.Scratch(), (memory.LEAST_BYTES // 1024, 256)
+    first = scratch.empty(shape, torch.float32)
+    assert first.shape == shape and first.dtype == torch.float32 and first.is_contiguous()
+    address, view = first.data_ptr(), first[1:].detach()
+    del first
+    view.fill_(7)
+    assert scratch.empty(shape, torch.float32).fill_(0).data_ptr() != address  # the view still uses it
+    assert bool((view == 7).all())
+    del view
+    again = scratch.empty((memory.LEAST_BYTES // 2, 1), torch.bfloat16)
+    assert address in (again.data_ptr(), scratch.empty(shape, torch.float32).data_ptr())
+
+
+def test_scratch_memory_that_is_cleared_or_far_too_large_is_not_taken_again() -> None:
+    scratch, count = memory.Scratch(), memory.LEAST_BYTES
+    kept = scratch.empty((count,), torch.int8)
+    scratch.clear()
+    del kept
+    assert not scratch._free
+    large = scratch.empty((9 * count,), torch.int8)
+    del large
+    assert len(scratch._free) == 1
+    small = scratch.empty((count,), torch.int8)
+    assert small.nbytes == count and len(scratch._free) == 1
