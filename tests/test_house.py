@@ -47,8 +47,8 @@ LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 TRANSFORMERS = {
     "cli/app.py", "cli/gguf_file.py", "cli/model_folder.py", "layers/cache.py", "layers/slot.py", "layers/hook.py",
     "generate/same_inputs.py", "generate/candidates.py", "generate/choose.py", "generate/install.py",
-    "generate/loop.py", "generate/speculation.py", "proof/cases.py", "proof/sessions.py", "reading/calls.py",
-    "reading/trace.py", "weights/names.py",
+    "generate/pair_cache.py", "generate/loop.py", "generate/speculation.py", "proof/cases.py", "proof/sessions.py",
+    "reading/calls.py", "reading/trace.py", "weights/names.py",
 }  # fmt: skip
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60  # a file holds one idea; a longer one is worth a look
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}

@@ -27,18 +27,18 @@ _Record = Callable[[Mapping[str, nn.Module], Mapping[str, Call]], dict[str, list
 
 def of_blocks(trial: Trial, steps: Sequence[Step]) -> Cases:
     """Record runs of the nearest model around each layer that runs and calls it."""
-    by_call: dict[tuple[bool, tuple[str, ...], bool], list[str]] = {}
+    by_call: dict[tuple[bool, tuple[str, ...], bool, bool], list[str]] = {}
     for step in steps:
         assert isinstance(step.shape, LayerShape), step
-        by_call.setdefault((step.decodes, step.shape.states, step.shape.convolves), []).append(step.path)
+        key = step.decodes, step.shape.states, step.shape.convolves, step.shape.pairs
+        by_call.setdefault(key, []).append(step.path)
     recurs, cases = any(map(has_state, trial.plan.steps)), Cases()
-    for (on_cache, states, convolves), paths in by_call.items():
+    for (on_cache, states, convolves, pairs), paths in by_call.items():
         waiting = dict.fromkeys(paths)
         for around, layers in one_by_one(trial.model, waiting):
             model = trial.model.get_submodule(around)
-            sessions = partial(
-                block_sessions, model, on_cache, trial.config.kv_cache, states, recurs=recurs, convolves=convolves
-            )
+            about = dict(recurs=recurs, convolves=convolves, pairs=pairs)
+            sessions = partial(block_sessions, model, on_cache, trial.config.kv_cache, states, **about)
             found = _recorded(trial, layers, partial(_in_sessions, model, sessions))
             for path, recorded in found.items():
                 if isinstance(recorded, str):

@@ -12,6 +12,7 @@ from torch import nn
 from infuse.architectures import (
     conformer,
     deepseek,
+    encoder_decoder,
     falcon_h1,
     gemma4,
     gpt,
@@ -43,6 +44,7 @@ _FAMILIES = (
     nemotron_h,
     gpt,
     t5,
+    encoder_decoder,
     relative,
     conformer,
     towers,

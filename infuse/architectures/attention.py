@@ -41,9 +41,7 @@ class Separate:
             binder.differ(
                 f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}"
             )
-        bias = binder.all_or_no_bias(paths, linears)
-        binder.fill_linear(target, paths, bias)
-        return q.columns, width, bias
+        return q.columns, width, binder.fill_heads(target, paths, linears, Heads(heads, kv_heads, width))
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ class Alibi:
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """T5's bias from a table [buckets, heads], by the distance between query and key, in both directions.
+    """T5's bias from a table [buckets, heads], by the distance between query and key: in both directions, or, where
+    attention is `causal`, to earlier keys alone.
 
     `argument`: a layer without a `table` gets another layer's bias in this argument, and returns it, too. None: every
     layer has its own table. `buckets` and `farthest` (the distance from which the last bucket counts) are config keys
@@ -148,6 +147,7 @@ class RelativeBias:
     argument: str | None = None
     buckets: str | int = "relative_attention_num_buckets"
     farthest: str | int = "relative_attention_max_distance"
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,7 @@ class Attention:
 
     def _relative(self, binder: Binder, name: str, position: RelativeBias) -> RelativeBias:
         counts = [n if isinstance(n, int) else binder.count(n) for n in (position.buckets, position.farthest)]
-        bound = RelativeBias("", position.argument, *counts)
+        bound = RelativeBias("", position.argument, counts[0], counts[1], self.causal)
         if position.table not in binder.parameters:
             if position.argument is None:
                 binder.differ(f"there is no parameter {position.table}")

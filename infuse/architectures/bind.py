@@ -164,6 +164,15 @@ class Binder:
             biases = tuple(f"{path}.bias" for path in paths)
             self.fills.append(Fill(f"{target}.bias", biases, False, packing, heads, rows=rows))
 
+    def fill_heads(self, target: str, paths: tuple[str, ...], linears: list[FoundLinear], heads: Heads) -> bool:
+        """Add the fills that merge q, k and v; return whether there is a bias, of zeros where one of them has none."""
+        absent = tuple(number for number, linear in enumerate(linears) if not linear.bias)
+        self.fill_linear(target, paths, not absent)
+        if absent and len(absent) < len(linears):
+            biases = tuple(f"{path}.bias" for path, linear in zip(paths, linears, strict=True) if linear.bias)
+            self.fills.append(Fill(f"{target}.bias", biases, heads=heads, absent=absent))
+        return len(absent) < len(linears)
+
     def fill_parameter(self, target: str, path: str, shape: tuple[int, ...]) -> None:
         """Claim the parameter at `path`, which must have this shape, and add the fill that makes `target` from it."""
         if path not in self.parameters:

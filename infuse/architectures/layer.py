@@ -93,7 +93,9 @@ class LayerSpec:
         """Bind the spec to `layer` (live or meta) and `config`. SpecMismatch lists every difference."""
         mixer = self.attn.of_layer(layer, config)
         module = self.attn.module if mixer is None else mixer.module
-        attention = Binder(layer, config, None, self.transposed).module(module, optional=True)
+        inner = getattr(mixer, "inner", "")
+        settings = f"{module}.{inner}" if inner else module
+        attention = Binder(layer, config, None, self.transposed).module(settings, optional=True)
         if mixer is None:
             attention = layer
         index = getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
@@ -165,6 +167,11 @@ class LayerShape(ProgramShape):
     def states(self) -> tuple[str, ...]:
         """Arguments that attention goes over: states of an encoder."""
         return tuple(step.over for step in self.program if step.over and step.part in self.mixers)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether its cache is one of tokens and one of an encoder's states."""
+        return any(mixer.reads_states for mixer in self.mixers.values())
 
     @property
     def causal(self) -> bool:

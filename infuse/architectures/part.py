@@ -193,7 +193,8 @@ class MixerShape(PartShape):
     mask means hidden. `takes_scores_mask`: masks are over scores, [B, H or 1, T or 1, L]; if False, they are over
     tokens, and the mixer checks them itself. `continues`: a prompt in parts gives what it does as a whole. `beside`:
     the cache holds its states beside keys and values of the same layer. `mask_argument`: the layer's argument that
-    carries its mask, "" for `attention_mask`.
+    carries its mask, "" for `attention_mask`. `reads_states`: it attends to an encoder's states; a layer that is given
+    none leaves its branch out.
     """
 
     replaces: tuple[str, ...]
@@ -201,6 +202,7 @@ class MixerShape(PartShape):
     inverted_mask: bool
     takes_scores_mask: ClassVar[bool] = True
     continues: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = False
     beside: bool = False
     mask_argument: str = ""
 

@@ -114,6 +114,13 @@ def _of_branches(steps: Iterable[Step]) -> Program:
     return tuple(kept)
 
 
+def without_branch(program: Program, part: str) -> Program:
+    """The steps without the branch of this attention: its norm, before it or after its sum, goes with it."""
+    at = next(place for place, step in enumerate(program) if step.part == part)
+    first = at - 1 if at and program[at - 1].does == NORM else at
+    return (*program[:first], *program[first + 3 :])
+
+
 def on_ranks(program: Program, ranks: int) -> Program:
     """The program for this number of ranks. Parts sum their outputs over ranks, unless the program reduces branches."""
     return tuple(step for step in program if step.does != REDUCE or ranks > 1)

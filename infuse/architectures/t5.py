@@ -1,10 +1,13 @@
-"""T5 family: encoders with RMS norms, a learned bias by distance and unscaled scores (Raffel et al. 2020).
+"""T5 family: RMS norms, a learned bias by distance and unscaled scores (Raffel et al. 2020), in both halves.
 
 They are written: the table of the bias is in the first layer, and its rows go through an argument to the others.
-Decoder blocks have cross attention and are not described here.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from infuse.architectures.attention import Attention, RelativeBias, Separate
+from infuse.architectures.encoder_decoder import CROSS, CROSS_NORM, STATES, STATES_MASK, CrossAttention, before_norms
 from infuse.architectures.layer import BIASED, TENSOR, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP
 from infuse.architectures.norm import RMS, Norm
@@ -27,24 +30,46 @@ T5 = LayerSpec(
     norm2=Norm("layer.1.layer_norm", RMS),
     mlp=MLP(up=_MLP + "wi", down=_MLP + "wo", activation=_ACTIVATION),
     returns=BIASED,
-    when=(("is_gated_act", False),),
-    expect=(("is_decoder", False),),
-)
-T5_GATED = T5.but(
-    mlp=GatedMLP(gate=_MLP + "wi_0", up=_MLP + "wi_1", down=_MLP + "wo", activation=_ACTIVATION),
-    when=(("is_gated_act", True),),
+    when=(("is_decoder", False), ("is_gated_act", False)),
 )
 _OWN_BIAS = dict(position=RelativeBias(_ATTENTION + "relative_attention_bias.weight"))
+_STATES, _LAST = "layer.1.EncDecAttention.", "layer.2.DenseReluDense."
+_READER = dict(
+    attn=dict(causal=True),
+    more=(
+        (
+            CROSS,
+            CrossAttention(
+                module="layer.1",
+                inner="EncDecAttention",
+                qkv=Separate(_STATES + "q", _STATES + "k", _STATES + "v"),
+                out=_STATES + "o",
+                heads="n_heads",
+                scale=1.0,
+            ),
+        ),
+        (CROSS_NORM, Norm("layer.1.layer_norm", RMS)),
+    ),
+    norm2=Norm("layer.2.layer_norm", RMS),
+    program=before_norms("layer"),
+    values=(STATES, STATES_MASK),
+    unread=("encoder_decoder_position_bias",),  # zeros: no layer has a table of distances to states
+)
 
 
-def _like(layer: str, **changes: object) -> tuple[LayerSpec, LayerSpec]:
-    """The two specs of a class that differs from T5Block by `changes`."""
-    return T5.but(layer=_M + layer, **changes), T5_GATED.but(layer=_M + layer, **changes)
+def _like(layer: str, **changes: Any) -> Iterator[LayerSpec]:
+    """The specs of a class that differs from T5Block by `changes`: encoder or decoder, plain MLP or gated."""
+    own = T5.but(layer=_M + layer, **changes)
+    for decodes, mlp in ((False, _MLP), (True, _LAST)):
+        half = own.but(**_READER) if decodes else own
+        of_mlp = dict(up=mlp + "wi", down=mlp + "wo")
+        gated = GatedMLP(gate=mlp + "wi_0", up=mlp + "wi_1", down=mlp + "wo", activation=_ACTIVATION)
+        yield half.but(mlp=of_mlp, when=(("is_decoder", decodes), ("is_gated_act", False)))
+        yield half.but(mlp=gated, when=(("is_decoder", decodes), ("is_gated_act", True)))
 
 
 SPECS = (
-    T5,
-    T5_GATED,
+    *_like("t5.modeling_t5.T5Block"),
     *_like("mt5.modeling_mt5.MT5Block"),
     *_like("umt5.modeling_umt5.UMT5Block", attn=_OWN_BIAS, returns=TENSOR),
 )

@@ -27,6 +27,7 @@ from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
+from infuse.generate.pair_cache import PREPARES, install_pair
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
@@ -140,6 +141,8 @@ def install(
         module.generate = partial(generate, module)  # type: ignore[assignment]
         if caches and getattr(module, _STATEFUL, False):
             setattr(module, _STATEFUL, False)
+    if caches:
+        install_pair(module)
     install_continuous(module)
     fix_vocabulary(module)
     handles = []
@@ -161,7 +164,7 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
     """Remove everything that `install` has installed."""
     for handle in handles:
         handle.remove()
-    for name in ("_infuse", "generate", _STATEFUL, *NAMES):
+    for name in ("_infuse", "generate", PREPARES, _STATEFUL, *NAMES):
         vars(module).pop(name, None)
     for part in module.modules():
         forward = vars(part).get("forward")

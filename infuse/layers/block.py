@@ -18,13 +18,13 @@ from infuse import ops
 from infuse.architectures.layer import BIASED, SINGLE, TUPLE, LayerShape
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
-from infuse.architectures.program import folded, merged, on_ranks, reduces
+from infuse.architectures.program import folded, merged, on_ranks, reduces, without_branch
 from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.cache import KVCache, self_attention_cache
+from infuse.layers.cache import KVCache, keys_in, pair_of, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
@@ -77,6 +77,11 @@ class Block(InferenceModule):
         self._program = merged(program)
         self._steps = compiled(self._program, self.reduce)
         self._steps_of_few: tuple[Run, ...] | None = None
+        readers = [name for name, mixer in shape.mixers.items() if mixer.reads_states]
+        self._states = next((step.over for step in program if step.part in readers), "")
+        self._steps_without_states: tuple[Run, ...] = ()
+        for name in readers:
+            self._steps_without_states = compiled(merged(without_branch(program, name)), self.reduce)
         self._mixers = tuple(shape.mixers)
         self._products = tuple(step.part for step in program if step.does == MLP_STEP)
         parts: dict[str, Any] = self._modules
@@ -163,7 +168,9 @@ class Block(InferenceModule):
         x = hidden_states
         if packed is not None:
             x, inputs = packed.taken(x), inputs._replace(packed=packed)
-        out, weights = run(self._chosen(x), self._modules, x, inputs)
+        without = self._states and inputs.values[self._states] is None
+        steps = self._steps_without_states if without else self._chosen(x)
+        out, weights = run(steps, self._modules, x, inputs)
         if packed is not None:
             out = packed.spread(out)
         return out, weights, inputs.bias
@@ -179,6 +186,7 @@ class Block(InferenceModule):
         for name in CACHE_NAMES:
             if cache is None:
                 cache = given(name)
+        pair = pair_of(cache)
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
             cache = paged_cache(cache) if is_paged(cache) else self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
@@ -189,7 +197,7 @@ class Block(InferenceModule):
         bias = given(self._bias_argument) if self._bias_argument else None
         positions = None if first is None else first._modules.get("positions")  # a user's own attention has none
         if bias is None and isinstance(positions, LearnedBias):
-            bias = positions(hidden_states)
+            bias = positions(hidden_states, *keys_in(cache, self._index, hidden_states.shape[1]))
             more = None if more is None else {**more, "position_bias": bias}
         turns = given("position_embeddings")
         if turns is not None and isinstance(positions, PassedCosSin) and positions.prefix:
@@ -209,6 +217,7 @@ class Block(InferenceModule):
             None,
             more,
             {name: given(name) for name in self._values} if self._values else _NO_VALUES,
+            pair,
         )
 
     def _arguments_of_named(self, kwargs: dict[str, Any]) -> Mapping[str, Any] | None:

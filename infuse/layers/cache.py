@@ -166,6 +166,21 @@ def first_counts(cache: Cache) -> bool:
     return [type(layer).__name__ for layer in cache.layers[:1]] != [OF_NOTHING]
 
 
+def pair_of(cache: Any) -> EncoderDecoderCache | None:
+    """The cache if it is a pair, of tokens and of an encoder's states."""
+    return cache if isinstance(cache, EncoderDecoderCache) else None
+
+
+def keys_in(cache: Any, index: int | None, tokens: int) -> tuple[Any, int]:
+    """The place of the first of some new tokens among a layer's keys, and how many keys there are with the tokens."""
+    if cache is None:
+        return 0, tokens
+    if isinstance(cache, KVCache):
+        start = cache.slot(index or 0).length
+        return start, start + tokens
+    return cache.get_seq_length(index), cache.get_mask_sizes(tokens, index)[0]
+
+
 def tokens_in(cache: Any) -> Any:
     """The number of tokens that a cache has seen, or a tensor with it; None for a cache of transformers that holds
     nothing but states, and does not know.

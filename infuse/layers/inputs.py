@@ -33,7 +33,8 @@ class Inputs(NamedTuple):
     """What the model passed to the layer, unchanged.
 
     `more` is None if our own op computes the attention. Otherwise it holds every keyword argument that the layer itself
-    does not consume, for the attention function that the config names. `values`: what steps read by name.
+    does not consume, for the attention function that the config names. `values`: what steps read by name. `pair`: the
+    EncoderDecoderCache of which `cache` is the first half.
     """
 
     mask: Tensor | None
@@ -47,3 +48,4 @@ class Inputs(NamedTuple):
     packed: Packed | None = None
     more: Mapping[str, Any] | None = None
     values: Mapping[str, Any] = MappingProxyType({})
+    pair: Any = None

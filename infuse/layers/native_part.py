@@ -27,7 +27,8 @@ class NotNative(Exception):
 
 
 class NativePart:
-    """A part with a struct in C++. `takes_value`: its step goes over another value of the call.
+    """A part with a struct in C++. `takes_value`: its step goes over another value of the call; `reads_states`: over
+    those of an encoder, whose keys and values it gives to each call (`native_states`).
 
     `mixed`: instances get a class mixed with the original's, so that only their forward identifies what they compute.
     `fields`: those of other structs that take this one; None: all that there are.
@@ -37,6 +38,7 @@ class NativePart:
     fields: ClassVar[frozenset[str] | None] = None
     mixed: ClassVar[bool] = False
     takes_value: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = False
 
     def native(self, to: PartWriter) -> None:
         """Write the fields of the struct. Raise NotNative if the kernels do not compute this part."""
@@ -47,7 +49,8 @@ class NativeInputs(NamedTuple):
     """What a mixer passes to a call besides x: the arguments of NativeProgram.run, in order.
 
     Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`; or states, which are
-    overwritten, or made after each token: StateSlot.in_place, row_of_states. `value`: what a step goes over.
+    overwritten, or made after each token: StateSlot.in_place, row_of_states. `value`: what a step goes over. Keys and
+    values of an encoder's states are read as they are, under their own mask.
     """
 
     cos: Tensor | None = None
@@ -59,6 +62,9 @@ class NativeInputs(NamedTuple):
     values: Tensor | None = None
     start: int = 0
     value: Tensor | None = None
+    state_keys: Tensor | None = None
+    state_values: Tensor | None = None
+    states_mask: Tensor | None = None
 
 
 class NativeMixer(NativePart):
@@ -122,6 +128,9 @@ class ProgramText:
         """Write a step of a block, the root of index `owner`."""
         if step.over and step.does == NORM and not (self.whole or self.machine == ENCODER or self.without):
             self.without = step.over
+        elif step.over and getattr(block._modules[step.part], "reads_states", False):
+            if self.whole or self.machine == ENCODER:
+                raise NotNative(f"{step.part} reads an encoder's states")
         elif step.over:
             takes_value = getattr(block._modules[step.part], "takes_value", False)
             if not takes_value or self.whole or self.machine == ENCODER or self.over:

@@ -139,6 +139,8 @@ class StepCall(BlockCall):
         super().__init__(program_text(FEW_TOKENS, block, program))
         few = limits()
         self.index, self.most_rows, self.most_tokens = index, few.plain_rows, few.few_tokens
+        mixers = block.shape.mixers.items()  # type: ignore[union-attr,operator]
+        self.reader = next((name for name, mixer in mixers if mixer.reads_states), "")
         if rounds_activations(block):
             self.most_rows = min(few.plain_rows, few.code_rows_integer)
 
@@ -157,6 +159,13 @@ class StepCall(BlockCall):
         native_inputs = NativeInputs() if mixer is None else mixer.native_inputs(x_BTC, inputs)
         if native_inputs is None:
             return None
+        if self.reader:
+            reader: Any = block._modules[self.reader]
+            of_states = reader.native_states(x_BTC, inputs)
+            if of_states is None:
+                return None
+            keys, values, states_mask = of_states
+            native_inputs = native_inputs._replace(state_keys=keys, state_values=values, states_mask=states_mask)
         if over := self._program.over:
             value = inputs.values[over]
             if not isinstance(value, Tensor):
@@ -199,7 +208,7 @@ def make_one_call(
     """Make the one call of a block; or None, and why it runs part by part."""
     if set(bodies.values()) != {"cpu"}:
         return None, "not all of its ops have C++ bodies"
-    if len(block.shape.mixers) > 1:
+    if sum(not mixer.reads_states for mixer in block.shape.mixers.values()) > 1:
         return None, "tokens are mixed more than once"
     try:
         if block.shape.causal:

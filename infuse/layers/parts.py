@@ -14,6 +14,7 @@ from infuse.architectures.attention import AttentionShape
 from infuse.architectures.channel_delta import ChannelDeltaShape
 from infuse.architectures.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.dit import HeadsShape
+from infuse.architectures.encoder_decoder import CrossAttentionShape
 from infuse.architectures.feed_forward import FeedForwardShape
 from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
@@ -40,6 +41,7 @@ from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
 from infuse.layers.channel_delta import ChannelDelta
 from infuse.layers.conformer import Convolution, Factor, RelativeAttention
+from infuse.layers.cross_attention import CrossAttention
 from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
@@ -59,6 +61,7 @@ from infuse.layers.state_attention import LinearAttention
 LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {
         AttentionShape: Attention,
+        CrossAttentionShape: CrossAttention,
         LatentAttentionShape: LatentAttention,
         LinearAttentionShape: LinearAttention,
         ChannelDeltaShape: ChannelDelta,

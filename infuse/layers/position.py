@@ -9,6 +9,7 @@ Suffixes: B batch, H heads, T new tokens, L keys, E rotated width.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -133,21 +134,28 @@ class LearnedBias(Positions):
         super().__init__()
         assert isinstance(position.buckets, int) and isinstance(position.farthest, int), position
         self._buckets, self._farthest, self._heads = position.buckets, position.farthest, heads
+        self._causal = position.causal
         empty = torch.empty(position.buckets, heads) if position.table else None
         self.register_parameter("table", None if empty is None else nn.Parameter(empty, requires_grad=False))
 
     def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
-        return inputs.bias
+        bias = inputs.bias  # of all keys of a static cache, also where only those of its first prompt are attended to
+        return bias if bias is None or bias.shape[-1] <= length else bias[..., :length]
 
     def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an additive mask, because T5 adds it to the bias: a fully masked row then sees all keys alike."""
         return additive(mask, dtype)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Return the bias [1, H, T, T] for the tokens of x."""
+    def forward(self, x_BTC: Tensor, start: Any = 0, length: int | None = None) -> Tensor:
+        """Return the bias [1, H, T, L] for the tokens of x, the first of which is number `start` of the L keys."""
         tokens, table = x_BTC.shape[1], self.table
         if table is None:
-            return x_BTC.new_zeros(1, self._heads, tokens, tokens)
+            return x_BTC.new_zeros(1, self._heads, tokens, length or tokens)
+        if self._causal:
+            places = torch.arange(length or tokens, device=table.device)
+            return table.t()[:, self._bucket(places - (start + torch.arange(tokens, device=table.device))[:, None])][
+                None
+            ]
         distances = torch.arange(1 - tokens, tokens, device=table.device)
         by_distance = table.t()[:, self._bucket(distances)]  # [H, 2 T - 1]
         return by_distance.unfold(1, tokens, 1).flip(1)[None]
@@ -155,14 +163,15 @@ class LearnedBias(Positions):
     def _bucket(self, distances: Tensor) -> Tensor:
         """Return the bucket of each distance, key minus query position (Raffel et al. 2020, section 2.1).
 
-        Half of the buckets are for keys after the query. Half of the rest hold one distance each, and the others grow
-        logarithmically up to `farthest`.
+        Without causal order half of the buckets are for keys after the query. Half of the rest hold one distance each,
+        and the others grow logarithmically up to `farthest`.
         """
-        half, near = self._buckets // 2, self._buckets // 4
-        far = distances.abs()
-        grown = torch.log(far.clamp(min=1).float() / near) / math.log(self._farthest / near) * (half - near)
-        grown = (near + grown.to(torch.long)).clamp(max=half - 1)
-        return torch.where(far < near, far, grown) + half * (distances > 0)
+        count = self._buckets if self._causal else self._buckets // 2
+        near, far = count // 2, -distances.clamp(max=0) if self._causal else distances.abs()
+        grown = torch.log(far.clamp(min=1).float() / near) / math.log(self._farthest / near) * (count - near)
+        grown = (near + grown.to(torch.long)).clamp(max=count - 1)
+        buckets = torch.where(far < near, far, grown)
+        return buckets if self._causal else buckets + count * (distances > 0)
 
 
 class PassedScoreBias(Positions):

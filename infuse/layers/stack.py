@@ -153,7 +153,8 @@ class Answer:
         """
         none = None  # the program holds its storages, and there is neither a mask, nor a bias, nor another value
         native = self._with_room()
-        out = native.run(x, cos_sin.cos, cos_sin.sin, cos_sin.index, none, none, none, none, self.length, none)
+        turns = cos_sin.cos, cos_sin.sin, cos_sin.index
+        out = native.run(x, *turns, none, none, none, none, self.length, none, none, none, none)
         self._append(0 if out is None else 1)
         return out
 

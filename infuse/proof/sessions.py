@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
+from infuse.architectures.encoder_decoder import STATES_MASK
 from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
 from infuse.layers.cache import KVCache, first_counts, tokens_in
@@ -71,14 +72,17 @@ def block_sessions(
     *,
     recurs: bool = False,
     convolves: bool = False,
+    pairs: bool = False,
 ) -> list[Session]:
     """Return the sessions to prove a block on; those with a cache only if it `decodes`.
 
     `kv_cache`: format of our cache to prove it on as well. `states`: arguments that receive encoder states. `recurs`: a
     block has a recurrent state, which originals do not keep in our cache. `convolves`: the blocks read the frames
-    around each.
+    around each. `pairs`: states have a cache of their own.
     """
+    config: Any = getattr(model, "config", None)
     sessions = [replace(session, states=states) for session in _block_sessions(model, decodes, kv_cache)]
+    sessions = [_over_states(session, config) if pairs else session for session in sessions]
     if convolves:
         sessions.append(Session("padded frames", (first_tokens(getattr(model, "config", None)),), FEW, frames=True))
     theirs = partial(DynamicCache, config=getattr(model, "config", None))
@@ -87,6 +91,27 @@ def block_sessions(
         if recurs and session.make_cache is our_cache:
             sessions[i] = replace(session, make_cache=theirs, also=(our_cache, *session.also))
     return sessions
+
+
+def _over_states(session: Session, config: Any) -> Session:
+    """The session of a model that is given an encoder's states, whose keys a second cache keeps."""
+    if not session.states or session.make_cache is None:
+        return session
+    caches = (partial(_beside_states, make_cache, config) for make_cache in (session.make_cache, *session.also))
+    make_cache, *also = caches
+    return replace(session, make_cache=make_cache, also=tuple(also))
+
+
+def of_tokens(make_cache: Any) -> Any:
+    """The function that makes the cache of tokens, where `make_cache` makes it with one of states."""
+    is_pair = isinstance(make_cache, partial) and make_cache.func is _beside_states
+    return make_cache.args[0] if is_pair else make_cache
+
+
+def _beside_states(make_cache: Callable[[], Cache], config: Any) -> Cache:
+    cache = make_cache()
+    static = isinstance(cache, StaticCache)
+    return EncoderDecoderCache(cache, StaticCache(config=config, max_cache_len=ENCODED) if static else DynamicCache())
 
 
 def _block_sessions(model: nn.Module, decodes: bool, kv_cache: str | None) -> list[Session]:
@@ -195,6 +220,10 @@ def session_inputs(
         more = {cache_argument(type(model).forward) or FORMER: cache, "use_cache": True}
     width = getattr(getattr(model, "config", None), "hidden_size", 1)
     more |= {name: make("values", (session.batch, ENCODED, width)) for name in session.states}
+    if session.padded and STATES_MASK in inspect.signature(type(model).forward).parameters and session.states:
+        of_states = torch.ones(session.batch, ENCODED, dtype=torch.long, device=sample.device)
+        of_states[0, -PADDING:] = 0
+        more[STATES_MASK] = of_states
     arguments: dict[str, Tensor] = {}
     for i, tokens in enumerate(session.tokens):
         new = model_inputs(model, make, session.batch, tokens)

@@ -43,7 +43,9 @@ def norm_program(fields: dict[str, str], does: str = "norm", kind: str = "norm")
 def test_a_program_is_read_by_name_in_any_order() -> None:
     x = torch.randn(1, 2, 8)
     fields = dict(reversed(NORM_FIELDS.items()))
-    found = norm_program(fields, "norm_stream").run(x, None, None, -1, None, None, None, None, 0, None)
+    found = norm_program(fields, "norm_stream").run(
+        x, None, None, -1, None, None, None, None, 0, None, None, None, None
+    )
     torch.testing.assert_close(found, nn.functional.rms_norm(x, (8,), eps=0.0))
 
 
@@ -54,7 +56,7 @@ def test_a_layer_scale_multiplies_alone(rows: int, columns: int, dtype: torch.dt
     part = " ".join(f"{name}={value}" for name, value in (NORM_FIELDS | {"kind": "scale"}).items())
     step = f"step=step{{ does=norm_stream scale=r0 part=norm{{ {part} }} }}"
     program = NativeProgram(f"machine=steps whole=false steps=list{{ {step} }}", [0.0, 0.0], [weight])
-    assert torch.equal(program.run(x, None, None, -1, None, None, None, None, 0, None), x * weight)
+    assert torch.equal(program.run(x, None, None, -1, *[None] * 4, 0, *[None] * 4), x * weight)
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,6 @@ class Stack(nn.Module):
         return self.encoder(x)
 
 
-_BART = dict(
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=128,
-    decoder_ffn_dim=128,
-    max_position_embeddings=64,
-)
-
-
 _DEBERTA = dict(families.ENCODER, num_hidden_layers=2, relative_attention=True, pos_att_type=["p2c", "c2p"])
 _T5 = dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
 T5 = seeded(t.T5ForConditionalGeneration, t.T5Config(**_T5))
@@ -69,7 +58,6 @@ MIXTRAL = seeded(t.MixtralForCausalLM, t.MixtralConfig(**{**families.GQA, "num_h
 OLMO = seeded(t.OlmoForCausalLM, t.OlmoConfig(**{**families.GQA, "num_hidden_layers": 2}))
 UNKNOWN: dict[str, Callable[..., nn.Module]] = {
     "long-t5": LONG_T5,
-    "bart": seeded(t.BartForConditionalGeneration, t.BartConfig(d_model=64, vocab_size=96, **_BART)),
     "deberta": seeded(t.DebertaModel, t.DebertaConfig(**_DEBERTA)),
     "olmo": OLMO,
     "sequential": seeded(lambda width: nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 5)), 64),

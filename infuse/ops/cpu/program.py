@@ -43,12 +43,13 @@ class NativeProgram:
         """The result [B, T, C] for x [B, T, C], or None if a kernel does not support the arguments.
 
         If the program begins with a table, x are token ids [B, T]; if it ends with a head, the result are logits.
-        `inputs`: cos, sin, turn, mask, bias, keys, values, start, value. The new tokens' keys and values are appended
-        at `start` to keys and values, or to the storages that the program holds; nothing before `start` changes, even
-        if the result is None. States of recurrences are overwritten; raises RuntimeError if a kernel refuses a step
-        afterwards. cos and sin are as in ops.rotary; if `turn` is not negative, they are a table with the
-        step's only token at this index. Mask and bias are as in ops.attention, which is causal without a mask. `value`
-        [B, T, P] is what a step goes over.
+        `inputs`: cos, sin, turn, mask, bias, keys, values, start, value, state_keys, state_values, states_mask. The new
+        tokens' keys and values are appended at `start` to keys and values, or to the storages that the program holds;
+        nothing before `start` changes, even if the result is None. States of recurrences are overwritten; raises
+        RuntimeError if a kernel refuses a step afterwards. cos and sin are as in ops.rotary; if `turn` is not negative,
+        they are a table with the step's only token at this index. Mask and bias are as in ops.attention, which is
+        causal without a mask. `value` [B, T, P] is what a step goes over. Keys and values of an encoder's states,
+        [B, H, L, D], are attended to under `states_mask` alone.
         """
         return self._run(self._held, x, *inputs)
 

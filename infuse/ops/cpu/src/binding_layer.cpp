@@ -37,9 +37,9 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
 
 // What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
 // a program of several blocks holds itself; states, which are given in their place, are overwritten (turns_of). `value`: what a
-// LayerInputPart multiplies with.
+// LayerInputPart multiplies with. Those of states are a CrossAttentionPart's, [B, H, L, D]; its mask hides states.
 struct Given {
-  Maybe cos, sin, mask, bias, keys, values, value;
+  Maybe cos, sin, mask, bias, keys, values, value, state_keys, state_values, states_mask;
   int64_t start;
   bool once;  // as in LinearArgs
 };
@@ -110,6 +110,16 @@ struct StepMachine {
     const Array rows = array({batch, tokens, a.heads * a.width}, *from);
     std::memcpy(rows.mutable_data_ptr(), attended.const_data_ptr(), size_t(rows.numel()) * rows.element_size());
     return times(a.out, *norm(*a.out_norm, rows), *from);
+  }
+  Maybe apply(const CrossAttentionPart& a, const Maybe& from) const {
+    const Maybe &keys = given.state_keys, &values = given.state_values;
+    if (!keys || !values || keys->dim() != 4 || keys->size(0) != from->size(0)) return std::nullopt;
+    const int64_t batch = from->size(0), tokens = from->size(1);
+    const Array rows = array({batch, tokens, a.heads, a.width}, *from), q = array({batch, a.heads, tokens, a.width}, *from);
+    multiply(a.q, *from, rows, given.once);
+    if (!rotated(rows, {}, {}, false, q)) return std::nullopt;
+    const bool done = attend(q, *keys, *values, keys->size(2), given.states_mask, {}, a.scale, false, 0, 0, {}, rows);
+    return done ? times(a.out, rows, *from) : Maybe();
   }
   Maybe apply(const ShortConvPart& a, const Maybe& from) const {
     const Maybe& state = a.convolved.array ? a.convolved.array : given.keys;
@@ -502,13 +512,14 @@ Maybe written(const MaybeTensor& tensor) { return tensor ? Maybe(Array::written(
 // tokens' own; or, if `turn` is not negative, [1 or B, tokens, D] with the step's only token at this index. None if a
 // kernel does not support the arguments; a step then counts as not done.
 MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t turn, MaybeTensor mask,
-                     MaybeTensor bias, MaybeTensor keys, MaybeTensor values, int64_t start, MaybeTensor value) {
+                     MaybeTensor bias, MaybeTensor keys, MaybeTensor values, int64_t start, MaybeTensor value,
+                     MaybeTensor state_keys, MaybeTensor state_values, MaybeTensor states_mask) {
   const Array from = x;
   const auto parsed = reinterpret_cast<Held*>(held)->parsed_for(from);
   if (!parsed) return std::nullopt;
   if (parsed->program.machine == Machine::encoder) return run_encoder(parsed->program, x, mask);
   Given given{array_of(cos), array_of(sin), array_of(mask), array_of(bias), written(keys), written(values),
-              array_of(value), start, parsed->once};
+              array_of(value), array_of(state_keys), array_of(state_values), array_of(states_mask), start, parsed->once};
   if (turn >= 0) given.cos = turned(given.cos, turn), given.sin = turned(given.sin, turn);
   return run_on_team(parsed->program, given, from);
 }
@@ -530,7 +541,7 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
-      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {},
+      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {}, {}, {}, {},
                         start + step, parsed->once};
       StepMachine machine{given, x};
       if (!run(program, machine)) {
@@ -560,7 +571,8 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
 
 INFUSE_OPERATORS(CPU,
     {"run(int held, Tensor x, Tensor? cos, Tensor? sin, int turn, Tensor? mask, Tensor? bias, Tensor(a!)? keys, "
-     "Tensor(b!)? values, int start, Tensor? value) -> Tensor?",
+     "Tensor(b!)? values, int start, Tensor? value, Tensor? state_keys, Tensor? state_values, Tensor? states_mask) -> "
+     "Tensor?",
      TORCH_BOX(&run_held)},
     {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends) -> "
      "Tensor?", TORCH_BOX(&run_tokens)})

@@ -71,6 +71,14 @@ struct AttentionPart {
 
   int64_t all_heads() const { return (borrowed ? heads : heads + 2 * kv_heads) + (gated ? heads : 0); }
 };
+// Attention to all of the keys and values that a step gives, those of an encoder's states.
+struct CrossAttentionPart {
+  static constexpr std::string_view kKind = "cross_attention";
+  int64_t heads, width;
+  double scale;
+  LinearPart q, out;
+  INFUSE_FIELDS(heads, width, scale, q, out)
+};
 // out(c * conv(b * x)) of [b | c | x] = into(y). States of these mixers are changed in place: the program's own, or a
 // step's keys (of the convolution, [B, taps, C]) and values (of the recurrence, [B, H, D, V] in float32).
 struct ShortConvPart {
@@ -230,8 +238,8 @@ struct Step {
   static constexpr std::string_view kKind = "step";
   Does does;
   double scale;  // of the branch that is added, or of x
-  std::variant<std::monostate, NormPart, AttentionPart, ShortConvPart, LinearAttentionPart, MlpPart, MoePart,
-               LayerInputPart, TablePart, HeadPart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, CrossAttentionPart, ShortConvPart, LinearAttentionPart, MlpPart,
+               MoePart, LayerInputPart, TablePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
 };
 // Few tokens of a decoder, or many of an encoder.
@@ -318,6 +326,10 @@ inline bool takes(const AttentionPart& a, ScalarType type, int64_t columns) {
          (!a.gate || (takes(*a.gate, type, columns, a.gate->outputs) &&
                       (a.gate->outputs == a.heads || a.gate->outputs == a.heads * a.width))) &&
          (!a.out_norm || takes(*a.out_norm, type, a.heads * a.width));
+}
+
+inline bool takes(const CrossAttentionPart& a, ScalarType type, int64_t columns) {
+  return takes(a.q, type, columns, a.heads * a.width) && takes(a.out, type, a.heads * a.width, columns);
 }
 
 inline bool takes_conv(const Maybe& weight, const Maybe& bias, ScalarType type, int64_t channels, int64_t taps) {

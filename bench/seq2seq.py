@@ -1,0 +1,154 @@
+"""Encoder-decoders: the encoder and the steps of an answer, beside transformers in bfloat16.
+
+    python bench/seq2seq.py [--models t5-small t5-base opus-mt whisper-tiny whisper-base whisper-small]
+                            [--formats bfloat16 int8] [--beams 4] [--tokens 32] [--rounds 5] [--out FILE.md]
+
+Random weights; a sentence of 40 tokens, or 30 seconds of sound. Contestants take turns. A token's bound are the bytes
+that it reads: the decoder's matrices but those of the states' keys and values, the head, and these keys and values,
+over the rate at which memory is read between the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers as t
+from rich.table import Table
+
+import infuse
+from infuse.profile.probe import MemoryReader
+from report import markdown, show
+
+SENTENCE = 40
+
+
+def _t5(width: int, layers: int, heads: int, inner: int) -> Callable[[], Any]:
+    config = t.T5Config(vocab_size=32128, d_model=width, d_kv=64, d_ff=inner, num_layers=layers, num_heads=heads,
+                        decoder_start_token_id=0)  # fmt: skip
+    return lambda: t.T5ForConditionalGeneration(config)
+
+
+def _opus_mt() -> Any:
+    sizes = dict(encoder_layers=6, decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8)
+    return t.MarianMTModel(t.MarianConfig(
+        d_model=512, encoder_ffn_dim=2048, decoder_ffn_dim=2048, vocab_size=65001, pad_token_id=65000,
+        decoder_start_token_id=65000, max_position_embeddings=512, **sizes))  # fmt: skip
+
+
+def _whisper(width: int, layers: int) -> Callable[[], Any]:
+    heads, inner = width // 64, 4 * width
+    config = t.WhisperConfig(
+        d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
+        decoder_attention_heads=heads, encoder_ffn_dim=inner, decoder_ffn_dim=inner, suppress_tokens=None,
+        begin_suppress_tokens=None)  # fmt: skip
+    return lambda: t.WhisperForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "t5-small": _t5(512, 6, 8, 2048), "t5-base": _t5(768, 12, 12, 3072), "opus-mt": _opus_mt,
+    "whisper-tiny": _whisper(384, 4), "whisper-base": _whisper(512, 6), "whisper-small": _whisper(768, 12),
+}  # fmt: skip
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]().to(torch.bfloat16).eval()
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name.startswith("whisper"):
+        return {"input_features": torch.randn(1, 80, 3000, generator=generator).bfloat16()}
+    return {"input_ids": torch.randint(3, 30000, (1, SENTENCE), generator=generator)}
+
+
+def bytes_of_token(name: str, model: Any) -> int:
+    """Bytes of a step: the decoder without the matrices of the states' keys and values, the head, these keys."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    of_states = (".encoder_attn.k", ".encoder_attn.v", ".EncDecAttention.k", ".EncDecAttention.v")
+    table = {id(each) for each in (*decoder.get_input_embeddings().parameters(),
+                                   *decoder.get_input_embeddings().buffers())}  # fmt: skip
+    tensors = {id(each): each for part in (decoder, head) for path, each in (*part.named_parameters(),
+               *part.named_buffers()) if not any(name in f".{path}" for name in of_states)}  # fmt: skip
+    owned = {id(each) for each in (*head.parameters(), *head.buffers())}
+    read = sum(each.nbytes for key, each in tensors.items() if key not in table or key in owned)
+    config, states = model.config, 1500 if name.startswith("whisper") else SENTENCE
+    layers = getattr(config, "decoder_layers", None) or config.num_decoder_layers
+    width = getattr(config, "d_kv", 0) * getattr(config, "num_heads", 0) or config.d_model
+    return read + layers * 2 * states * width * 2
+
+
+def seconds_of_token(model: Any, given: Any, tokens: int, **how: Any) -> float:
+    """Seconds of a later token: a long answer less a short one."""
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        model.generate(**given, **how, do_sample=False, max_new_tokens=count, min_new_tokens=count)
+        return time.perf_counter() - start
+
+    short = run(4)
+    return (run(4 + tokens) - short) / tokens
+
+
+def measure(name: str, args: argparse.Namespace, table: Table, reader: MemoryReader) -> None:
+    contestants: dict[str, Any] = {"transformers bfloat16": made(name)}
+    for format in args.formats:
+        quant = {} if format == "bfloat16" else {"quant": format}
+        engine = infuse.init_inference(made(name), dtype=torch.bfloat16, progress=False, **quant)
+        contestants[f"infuse {format}"] = engine.module
+    given, figures = inputs(name), {who: ([], [], []) for who in contestants}
+    reads: list[float] = []
+    with torch.inference_mode():
+        for turn in range(args.rounds + 1):
+            for who, model in contestants.items():
+                start = time.perf_counter()
+                model.get_encoder()(**given)
+                encoder = time.perf_counter() - start
+                greedy = seconds_of_token(model, given, args.tokens)
+                beams = seconds_of_token(model, given, args.tokens, num_beams=args.beams)
+                start = time.perf_counter()
+                reader()
+                reads.append(reader.size_bytes / (time.perf_counter() - start))
+                if turn:  # the first one warms up
+                    for column, seconds in zip(figures[who], (encoder, greedy, beams), strict=True):
+                        column.append(seconds)
+    first = [median(column) for column in figures["transformers bfloat16"]]
+    for who, columns in figures.items():
+        middle = [median(column) for column in columns]
+        share = bytes_of_token(name, contestants[who]) / middle[1] / median(reads)
+        cells = [
+            f"{seconds * 1e3:.2f} ({before / seconds:.2f} x)" for seconds, before in zip(middle, first, strict=True)
+        ]
+        table.add_row(name, who, *cells, f"{share:.2f}")
+        print(name, who, *cells, f"{share:.2f}", flush=True)
+    contestants.clear()
+    gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8"])
+    for name, value in dict(beams=4, tokens=32, rounds=5).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, help="append the report to this file")
+    args = parser.parse_args()
+    reader, table = MemoryReader(), Table(title="ms, ratios to transformers in bfloat16")
+    for heading in ("", "", "encoder", "token, greedy", f"token, {args.beams} beams", "share of the read bandwidth"):
+        table.add_column(heading)
+    for name in args.models:
+        measure(name, args, table, reader)
+    show(markdown(table, f"sentences of {SENTENCE} tokens, 30 s of sound; median of {args.rounds} rounds"), args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Tiny models of an encoder and a decoder that reads it: the case list of their tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as t
+from torch import Tensor
+
+from tests.models.families import Family, enlarge
+
+_TEXT = dict(
+    d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=80, decoder_ffn_dim=72, vocab_size=96, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, decoder_start_token_id=2,
+)  # fmt: skip
+_SPEECH = {name: value for name, value in _TEXT.items() if name != "max_position_embeddings"}
+_WHISPER = dict(_SPEECH, num_mel_bins=16, max_source_positions=20, max_target_positions=64,
+                suppress_tokens=None, begin_suppress_tokens=None)  # fmt: skip
+_SPEECH_TO_TEXT = dict(_TEXT, input_feat_per_channel=16, max_source_positions=64, max_target_positions=64,
+                       conv_channels=32)  # fmt: skip
+
+_T5 = dict(d_model=48, d_kv=8, d_ff=80, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0,
+           relative_attention_num_buckets=8, relative_attention_max_distance=11)  # fmt: skip
+
+TEXTS = [
+    Family("bart", t.BartConfig, t.BartForConditionalGeneration, "text", _TEXT),
+    Family("plbart", t.PLBartConfig, t.PLBartForConditionalGeneration, "text", _TEXT),
+    Family("marian", t.MarianConfig, t.MarianMTModel, "text", _TEXT),
+    Family("blenderbot-small", t.BlenderbotSmallConfig, t.BlenderbotSmallForConditionalGeneration, "text", _TEXT),
+    Family("mbart", t.MBartConfig, t.MBartForConditionalGeneration, "text", _TEXT),
+    Family("pegasus", t.PegasusConfig, t.PegasusForConditionalGeneration, "text", _TEXT),
+    Family("m2m-100", t.M2M100Config, t.M2M100ForConditionalGeneration, "text", _TEXT),
+    Family("blenderbot", t.BlenderbotConfig, t.BlenderbotForConditionalGeneration, "text", _TEXT),
+]
+T5 = [
+    Family("t5", t.T5Config, t.T5ForConditionalGeneration, "text", _T5),
+    Family("t5-gated", t.T5Config, t.T5ForConditionalGeneration, "text", dict(_T5, feed_forward_proj="gated-gelu")),
+    Family("mt5", t.MT5Config, t.MT5ForConditionalGeneration, "text", _T5),
+    Family("umt5", t.UMT5Config, t.UMT5ForConditionalGeneration, "text", _T5),
+]
+SPEECH = [
+    Family("whisper", t.WhisperConfig, t.WhisperForConditionalGeneration, "speech", _WHISPER),
+    Family("speech-to-text", t.Speech2TextConfig, t.Speech2TextForConditionalGeneration, "speech", _SPEECH_TO_TEXT),
+]
+ENCODER_DECODERS = [*TEXTS, *T5, *SPEECH]
+BY_NAME = {family.name: family for family in ENCODER_DECODERS}
+
+
+def made(family: Family, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """The model, which never ends an answer by itself."""
+    model = family.make(seed, **changes)
+    enlarge(model)
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def encoded(family: Family, batch: int = 3, padding: str | None = None, seed: int = 1) -> dict[str, Tensor]:
+    """Arguments for the encoder; `padding` "left" or "right" hides three tokens of the first text."""
+    generator = torch.Generator().manual_seed(seed)
+    if family.name == "whisper":
+        return {"input_features": torch.randn(batch, 16, 40, generator=generator)}
+    mask = torch.ones(batch, 11, dtype=torch.long)
+    if padding:
+        mask[0, slice(3) if padding == "left" else slice(-3, None)] = 0
+    if family.kind == "speech":
+        return {"input_features": torch.randn(batch, 11, 16, generator=generator), "attention_mask": mask}
+    return {"input_ids": torch.randint(3, 96, (batch, 11), generator=generator), "attention_mask": mask}
+
+
+def both(family: Family, tokens: int = 5, **given: Any) -> dict[str, Tensor]:
+    """Arguments for the whole model."""
+    inputs = encoded(family, **given)
+    batch = len(next(iter(inputs.values())))
+    generator = torch.Generator().manual_seed(7)
+    return inputs | {"decoder_input_ids": torch.randint(3, 96, (batch, tokens), generator=generator)}

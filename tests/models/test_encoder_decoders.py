@@ -1,0 +1,330 @@
+"""Models of an encoder and a decoder: whole blocks in both halves, results and answers equal to the original's."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+import infuse
+from infuse.cache_names import cache_argument
+from infuse.errors import InfuseError, UnsupportedCall
+from infuse.generate.pair_cache import PairCache
+from infuse.layers.block import Block
+from infuse.layers.cache import KVCache
+from infuse.layers.one_call import StepCall
+from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, TEXTS, both, encoded, made
+from tests.models.families import Family
+from tests.support.ranks import Ranks
+
+EXACT = 5e-5
+NAME = cache_argument(t.BartForConditionalGeneration.forward)  # of the argument that carries a cache
+
+
+@cache
+def pair(name: str) -> tuple[nn.Module, Any]:
+    """The original in float32, and its engine."""
+    family = BY_NAME[name]
+    return made(family), infuse.init_inference(made(family), dtype="fp32", progress=False)
+
+
+def assert_near(found: Tensor, exact: Tensor, allowed: float = EXACT) -> None:
+    assert found.shape == exact.shape and float((found - exact).abs().max()) <= allowed * float(exact.abs().max())
+
+
+by_family = pytest.mark.parametrize("name", [family.name for family in ENCODER_DECODERS])
+
+
+@by_family
+def test_all_layers_are_blocks(name: str) -> None:
+    _, engine = pair(name)
+    layers = [path for path, module in engine.module.named_modules() if isinstance(module, Block)]
+    assert len(layers) == 4 and sum("decoder." in path for path in layers) == 2
+
+
+@by_family
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_forward(name: str, padding: str | None) -> None:
+    original, engine = pair(name)
+    given = both(BY_NAME[name], padding=padding)
+    with torch.no_grad():
+        exact, found = (model(**given, output_attentions=False) for model in (original, engine))
+        assert_near(found.logits, exact.logits)
+        assert_near(found.encoder_last_hidden_state, exact.encoder_last_hidden_state)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": dict(num_beams=4, length_penalty=0.7),
+    "several beams": dict(num_beams=3, num_return_sequences=2, eos_token_id=5),
+    "sampling": dict(do_sample=True, top_k=20),
+    "sampled beams": dict(do_sample=True, num_beams=2),
+    "forced first token": dict(forced_bos_token_id=9),
+    "bad words": dict(bad_words_ids=[[7], [8, 9]], no_repeat_ngram_size=2),
+    "penalty": dict(repetition_penalty=1.4),
+    "static": dict(cache_implementation="static"),
+    "no cache": dict(use_cache=False),
+    "a prompt": dict(decoder_input_ids=torch.tensor([[2, 9, 11]] * 3)),
+}
+
+
+@by_family
+@pytest.mark.parametrize("way", WAYS)
+def test_answers(name: str, way: str) -> None:
+    original, engine = pair(name)
+    for padding in (None, "right"):
+        given, answers = encoded(BY_NAME[name], padding=padding), []
+        for model in (original, engine):
+            torch.manual_seed(3)
+            answers.append(model.generate(**given, **WAYS[way], max_new_tokens=12))
+        assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5"])
+def test_scores_states_and_attentions_of_an_answer(name: str) -> None:
+    original, engine = (copy.deepcopy(each) for each in pair(name))
+    for model in (original, engine.module):
+        model.set_attn_implementation("eager")
+    asked = dict(return_dict_in_generate=True, output_scores=True, output_attentions=True, output_hidden_states=True)
+    exact, found = (
+        model.generate(**encoded(BY_NAME[name], padding="left"), **asked, max_new_tokens=5)
+        for model in (original, engine)
+    )
+    assert torch.equal(found.sequences, exact.sequences)
+    for kind in ("scores", "encoder_attentions", "encoder_hidden_states"):
+        for ours, theirs in zip(found[kind], exact[kind], strict=True):
+            assert_near(ours, theirs)
+    for kind in ("decoder_attentions", "cross_attentions", "decoder_hidden_states"):
+        assert len(found[kind]) == len(exact[kind]) == 5
+        for of_ours, of_theirs in zip(found[kind], exact[kind], strict=True):
+            for ours, theirs in zip(of_ours, of_theirs, strict=True):
+                assert_near(ours, theirs)
+
+
+def caches(model: Any) -> dict[str, Any]:
+    static = [StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=n) for n in (16, 11)]
+    return {"dynamic": EncoderDecoderCache(DynamicCache(), DynamicCache()), "static": EncoderDecoderCache(*static)}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["bart", "mbart", "pegasus", "t5", "umt5"])
+def test_a_users_cache(name: str, kind: str) -> None:
+    """A prompt in parts, what the cache holds, reordered rows, and a cache that the original has filled."""
+    original, engine = pair(name)
+    given, ids = encoded(BY_NAME[name], padding="right"), torch.arange(5, 20).view(3, 5)
+    ours, theirs = (caches(original)[kind] for _ in range(2))
+    with torch.no_grad():
+        states = original.get_encoder()(**given)
+        rest = dict(encoder_outputs=states, attention_mask=given["attention_mask"], use_cache=True)
+        for first, last in ((0, 3), (3, 4), (4, 5)):
+            found = engine(decoder_input_ids=ids[:, first:last], **{NAME: ours}, **rest).logits
+            exact = original(decoder_input_ids=ids[:, first:last], **{NAME: theirs}, **rest).logits
+            assert_near(found, exact)
+        assert ours.is_updated == theirs.is_updated
+        for half in ("self_attention_cache", "cross_attention_cache"):
+            for mine, yours in zip(getattr(ours, half).layers, getattr(theirs, half).layers, strict=True):
+                assert_near(mine.keys, yours.keys)
+                assert_near(mine.values, yours.values)
+        if kind == "dynamic":
+            order = torch.tensor([2, 0, 0])
+            for each in (ours, theirs):
+                each.reorder_cache(order)
+            rest = dict(
+                encoder_outputs=type(states)(last_hidden_state=states.last_hidden_state[order]),
+                attention_mask=given["attention_mask"][order],
+            )
+            for mixed in (copy.deepcopy(theirs), ours):  # one that the original has filled, too
+                found = engine(decoder_input_ids=ids[:, :1], **{NAME: mixed}, **rest).logits
+                exact = original(decoder_input_ids=ids[:, :1], **{NAME: copy.deepcopy(theirs)}, **rest).logits
+                assert_near(found, exact)
+
+
+def test_states_of_another_batch() -> None:
+    """Keys of one row would be broadcast silently."""
+    _, engine = pair("bart")
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        engine(**both(BY_NAME["bart"], batch=1), **{NAME: cache})
+        other = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
+        with pytest.raises(InfuseError, match="states of 1 rows, a batch of 2 was given"):
+            engine(**both(BY_NAME["bart"], batch=2), **{NAME: other})
+
+
+def test_a_cache_without_a_place_for_states() -> None:
+    """The original appends the states' keys to those of the tokens, and says nothing."""
+    _, engine = pair("bart")
+    decoder, states = engine.module.get_decoder(), torch.randn(2, 4, 48)
+    with pytest.raises(UnsupportedCall, match="given with a DynamicCache.*EncoderDecoderCache"):
+        decoder(torch.ones(2, 3, dtype=torch.long), encoder_hidden_states=states, **{NAME: DynamicCache()})
+    with pytest.raises(UnsupportedCall, match="one row of states"):
+        decoder(input_ids=torch.ones(2, 3, dtype=torch.long), encoder_hidden_states=states[:1], use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "t5", "umt5"])
+def test_a_decoder_without_states(name: str) -> None:
+    """It leaves its third branch out, as a language model made of it does."""
+    original, engine = pair(name)
+    ids = torch.arange(3, 21).view(3, 6)
+    with torch.no_grad():
+        exact, found = (model.get_decoder()(input_ids=ids).last_hidden_state for model in (original, engine.module))
+    assert_near(found, exact)
+
+
+@pytest.mark.parametrize("family", TEXTS, ids=lambda family: family.name)
+def test_decoders_alone_generate(family: Family) -> None:
+    kinds = {"bart": "BartForCausalLM", "mbart": "MBartForCausalLM", "marian": "MarianForCausalLM",
+             "pegasus": "PegasusForCausalLM", "blenderbot": "BlenderbotForCausalLM"}  # fmt: skip
+    if family.name not in kinds:
+        pytest.skip("transformers has no such model, or one like another's here")
+    alone = Family(family.name, family.config, getattr(t, kinds[family.name]), "decoder", family.values)
+    changes = dict(is_decoder=True, is_encoder_decoder=False)
+    original, engine = made(alone, **changes), infuse.init_inference(made(alone, **changes), dtype="fp32")
+    assert any(isinstance(module, Block) for module in engine.module.modules())
+    ids = torch.randint(3, 90, (3, 7), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    for way in ({}, dict(num_beams=3)):
+        answers = (model.generate(ids, attention_mask=mask, max_new_tokens=10, **way) for model in (original, engine))
+        assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@by_family
+def test_16_bits_err_as_the_original_does(name: str, dtype: torch.dtype) -> None:
+    family = BY_NAME[name]
+    exact, own = made(family), made(family).to(dtype)
+    engine = infuse.init_inference(made(family), dtype=dtype, progress=False)
+    errors = {"own": 0.0, "ours": 0.0}
+    for seed in range(3):
+        given = both(family, padding="right", seed=seed)
+        cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in given.items()}
+        with torch.no_grad():
+            wanted = exact(**given).logits
+            errors["own"] += float((own(**cast).logits.float() - wanted).norm() / wanted.norm())
+            errors["ours"] += float((engine(**cast).logits.float() - wanted).norm() / wanted.norm())
+    assert errors["ours"] <= 2 * errors["own"]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["bart", "whisper", "m2m-100"])
+def test_formats(name: str, format: str) -> None:
+    """Near the original as the format is; matrices of the third branch are quantized, too."""
+    wide = dict(d_model=128, encoder_ffn_dim=128, decoder_ffn_dim=128)
+    original = made(BY_NAME[name], **wide)
+    engine = infuse.init_inference(made(BY_NAME[name], **wide), dtype="fp32", quant=format, progress=False)
+    fills = [fill for step in engine.plan.steps for fill in step.fills if fill.target.startswith("encoder_attn.")]
+    kinds = {str(fill.format).split(":")[0] for fill in fills if fill.target.endswith("weight")}
+    assert kinds == {format}
+    given = both(BY_NAME[name], padding="right")
+    with torch.no_grad():
+        exact, found = original(**given).logits, engine(**given).logits
+    assert float((found - exact).norm() / exact.norm()) < {"int8": 0.05, "fp8": 0.2, "int4": 0.6}[format]
+
+
+def of_rank(name: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Logits, a greedy and a beam answer, and how many blocks there are, on one of several ranks."""
+    family = BY_NAME[name]
+    size = torch.distributed.get_world_size()
+    engine = infuse.init_inference(made(family), dtype="fp32", progress=False, tensor_parallel={"tp_size": size})
+    given = encoded(family, padding="right")
+    with torch.no_grad():
+        logits = engine(**both(family, padding="right")).logits
+    answers = [engine.generate(**given, max_new_tokens=8, **way) for way in ({}, dict(num_beams=3))]
+    return logits, *answers, sum(isinstance(module, Block) for module in engine.module.modules())
+
+
+@pytest.mark.parametrize(("name", "size"), [("bart", 2), ("mbart", 3), ("whisper", 2), ("t5", 3), ("umt5", 2)])
+def test_ranks(name: str, size: int, ranks: Ranks) -> None:
+    """Heads of both attentions are shared, keys and values of the states, too."""
+    original, family = made(BY_NAME[name]), BY_NAME[name]
+    given = encoded(family, padding="right")
+    with torch.no_grad():
+        exact = original(**both(family, padding="right")).logits
+    answers = [original.generate(**given, max_new_tokens=8, **way) for way in ({}, dict(num_beams=3))]
+    for logits, greedy, beams, blocks in ranks.run(size, of_rank, name):
+        assert_near(logits, exact)
+        assert blocks == 4 and torch.equal(greedy, answers[0]) and torch.equal(beams, answers[1])
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper", "t5"])
+def test_checkpoints_and_state_dicts(name: str, tmp_path: Path) -> None:
+    """Weights come from files, and go back to files, under the original's names."""
+    family = BY_NAME[name]
+    original = made(family)
+    original.save_pretrained(tmp_path / "plain")
+    with torch.device("meta"):
+        empty = family.model(family.config(**family.values)).eval()
+    engine = infuse.init_inference(empty, checkpoint=str(tmp_path / "plain"), dtype="fp32", progress=False)
+    engine.module.generation_config = original.generation_config
+    given = encoded(family)
+    assert torch.equal(engine.generate(**given, max_new_tokens=8), original.generate(**given, max_new_tokens=8))
+    engine.module.save_pretrained(tmp_path / "again")
+    again = family.model.from_pretrained(tmp_path / "again").state_dict()
+    for key, value in original.state_dict().items():
+        assert torch.equal(again[key], value), key
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5", "m2m-100"])
+def test_steps_run_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of the decoder, with each way of masks, in C++: calls that it makes are as many as there are steps."""
+    original, engine = pair(name)
+    decoder = [module for path, module in engine.module.named_modules() if isinstance(module, Block)
+               and "decoder." in path]  # fmt: skip
+    assert not [block._runs_in_parts for block in decoder if block._runs_in_parts]
+    made_calls: list[bool] = []
+    call = StepCall.__call__
+
+    def counted(self: StepCall, *args: Any) -> Tensor | None:
+        out = call(self, *args)
+        made_calls.append(out is not None)
+        return out
+
+    monkeypatch.setattr(StepCall, "__call__", counted)
+    for padding in (None, "left"):
+        made_calls.clear()
+        given = encoded(BY_NAME[name], padding=padding)
+        assert torch.equal(engine.generate(**given, max_new_tokens=9), original.generate(**given, max_new_tokens=9))
+        assert sum(made_calls) >= 8 * len(decoder)
+
+
+def test_our_cache_is_in_the_pair_and_goes_with_copies() -> None:
+    _, engine = pair("bart")
+    given = encoded(BY_NAME["bart"])
+    answer = engine.generate(**given, max_new_tokens=4, return_dict_in_generate=True)
+    cache = answer[NAME if NAME in answer else "past_key_values"]
+    assert isinstance(cache, PairCache) and isinstance(cache.self_attention_cache, KVCache)
+    copied = copy.deepcopy(engine.module)
+    assert torch.equal(copied.generate(**given, max_new_tokens=4), answer.sequences)
+    again = copied.generate(**given, max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(again[NAME if NAME in again else "past_key_values"], PairCache)
+    plain = infuse.init_inference(made(BY_NAME["bart"]), dtype="fp32", replace_with_kernel_inject=False)
+    assert torch.equal(plain.generate(**given, max_new_tokens=4), answer.sequences)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_int8_cache(name: str) -> None:
+    engine = infuse.init_inference(made(BY_NAME[name]), dtype="fp32", kv_cache="int8", progress=False)
+    given = encoded(BY_NAME[name])
+    answer = engine.generate(**given, max_new_tokens=6, return_dict_in_generate=True, output_scores=True)
+    cache = answer[NAME if NAME in answer else "past_key_values"]
+    assert cache.self_attention_cache.storages()[0].dtype == torch.int8
+    exact = made(BY_NAME[name]).generate(**given, max_new_tokens=6, return_dict_in_generate=True, output_scores=True)
+    assert float((answer.scores[0] - exact.scores[0]).norm() / exact.scores[0].norm()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_assisted_answers(name: str) -> None:
+    """Candidates are cropped from both our cache and the caller's assistant."""
+    original, engine = pair(name)
+    assistant = made(BY_NAME[name], seed=1)
+    given = encoded(BY_NAME[name], batch=1)
+    answers = [model.generate(**given, assistant_model=copy.deepcopy(assistant), max_new_tokens=10)
+               for model in (original, engine)]  # fmt: skip
+    assert torch.equal(*answers)
