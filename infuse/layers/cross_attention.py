@@ -21,6 +21,8 @@ from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import named_attention
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
 
+_BIAS = "position_bias"  # T5's keyword for attention functions
+
 
 class CrossAttention(Mixer[CrossAttentionShape], NativePart):
     """`forward` returns (output [B, T, C], weights [B, H, T, L] or None)."""
@@ -40,8 +42,10 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
         weights = None
         if inputs.more is not None:
             self.check_named(inputs.cache, over_ranks=bool(shape.head_counts))
-            attend = named_attention(self)
-            out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **inputs.more)
+            attend, more = named_attention(self), dict(inputs.more)
+            if more.get(_BIAS) is not None:  # that of attention to earlier tokens; T5 has none for states
+                more[_BIAS] = q.new_zeros(1, shape.heads, tokens, k.shape[2])
+            out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **more)
         else:
             out_BTHD = self._attend(q, k, v, mask, None, shape.scale, False, 0, 0.0, None)
             if inputs.want_weights:

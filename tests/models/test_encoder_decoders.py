@@ -12,6 +12,9 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import infuse
 from infuse.cache_names import cache_argument
@@ -106,6 +109,31 @@ def test_scores_states_and_attentions_of_an_answer(name: str) -> None:
         for of_ours, of_theirs in zip(found[kind], exact[kind], strict=True):
             for ours, theirs in zip(of_ours, of_theirs, strict=True):
                 assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5"])
+def test_an_attention_function_of_the_users(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called for states, too: with their mask, without causal order, and without the bias of earlier tokens."""
+    original, engine = (copy.deepcopy(each) for each in pair(name))
+    called: list[tuple[Any, ...]] = []
+
+    def own(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Any:
+        bias = more.get("position_bias")
+        called.append((module.is_causal, q.shape, k.shape, None if bias is None else bias.shape))
+        return sdpa_attention_forward(module, q, k, v, mask, **more)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "of_a_user", own)
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(masks._global_mapping, "of_a_user", masks["sdpa"])
+    results = []
+    for model in (original, engine.module):
+        called.clear()
+        model.set_attn_implementation("of_a_user")
+        with torch.no_grad():
+            results.append((model(**both(BY_NAME[name], padding="right")).logits, [*called]))
+    (exact, theirs), (found, ours) = results
+    assert_near(found, exact)
+    assert ours == theirs and len(ours) == 6
 
 
 def caches(model: Any) -> dict[str, Any]:
