@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from infuse.architectures.attention import Attention, Separate
+from infuse.architectures.attention import Attention, Rotary, Separate
 from infuse.architectures.bind import Binder
-from infuse.architectures.layer import LayerSpec
-from infuse.architectures.mlp import MLP
-from infuse.architectures.norm import LAYER, Norm
-from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, MixerShape, Share
-from infuse.architectures.program import ADD, ATTENTION, NORM, NORM_STREAM, Program, Step
+from infuse.architectures.layer import READING, LayerSpec
+from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
+from infuse.architectures.norm import LAYER, RMS, Norm
+from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Share
+from infuse.architectures.program import ADD, ATTENTION, NORM, NORM_BRANCH, NORM_STREAM, Program, Step
 from infuse.architectures.program import MLP as MLP_STEP
 
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
@@ -25,8 +25,12 @@ CROSS, CROSS_NORM = "encoder_attn", "cross_norm"  # names of the parts
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Attention over STATES with the mask STATES_MASK. `heads` and `scale`: attributes of `module`, or the number.
-    `inner`: the module inside it that has these attributes, if it has none itself.
+    """Attention over STATES with the mask STATES_MASK.
+
+    `heads`, `width` (of a head) and `scale`: attributes of `module`, or the number; `width` tells the heads, too. Fewer
+    keys than queries are shared. `softcap`: an attribute. `inner`: the module inside it that has these attributes, if
+    it has none itself. `passes`: keywords that the module passes to its attention function. `by_name`: False if the
+    module computes its scores itself.
     """
 
     module: str
@@ -35,14 +39,22 @@ class CrossAttention:
     heads: str = "num_heads"
     scale: str | float = "scaling"
     inner: str = ""
+    width: str = ""
+    softcap: str = ""
+    passes: tuple[str, ...] = ()
+    by_name: bool = True
 
     def bind(self, binder: Binder, name: str) -> CrossAttentionShape:
         settings = f"{self.module}.{self.inner}" if self.inner else self.module
-        heads, paths = binder.own_count(settings, self.heads), (self.qkv.q, self.qkv.k, self.qkv.v, self.out)
+        paths = (self.qkv.q, self.qkv.k, self.qkv.v, self.out)
         q, k, v, out = (binder.linear(path) for path in paths)
-        width = q.rows // heads
-        if not q.rows == k.rows == v.rows == out.columns == heads * width:
-            binder.differ(f"{', '.join(paths)} are not of {heads} heads of one width")
+        counted = binder.own_count(settings, self.width or self.heads)
+        width = counted if self.width else q.rows // counted
+        heads, kv_heads = q.rows // width, k.rows // max(width, 1)
+        if not (q.rows == out.columns == heads * width and k.rows == v.rows == kv_heads * width):
+            binder.differ(f"{', '.join(paths)} are not of heads of {width}")
+        if kv_heads == 0 or heads % kv_heads:
+            binder.differ(f"{heads} heads of {self.qkv.q} do not share the {kv_heads} of {self.qkv.k}")
         if k.columns != v.columns:
             binder.differ(f"{self.qkv.k} and {self.qkv.v} do not read the same states")
         for target, path, linear in zip(("q", "k", "v", "out"), paths, (q, k, v, out), strict=True):
@@ -52,9 +64,13 @@ class CrossAttention:
             hidden=q.columns,
             states_width=k.columns,
             heads=heads,
+            kv_heads=kv_heads,
             head_width=width,
             biases=(q.bias, k.bias, v.bias, out.bias),
             scale=self._scale(binder, settings, width),
+            softcap=float(binder.attribute(settings, self.softcap) or 0.0) if self.softcap else 0.0,
+            passes=self.passes,
+            by_name=self.by_name,
             replaces=(settings, self.module) if self.inner else (self.module,),
         )
 
@@ -77,9 +93,13 @@ class CrossAttentionShape(MixerShape):
     hidden: int
     states_width: int
     heads: int
+    kv_heads: int
     head_width: int
     biases: tuple[bool, bool, bool, bool]
     scale: float
+    softcap: float = 0.0
+    passes: tuple[str, ...] = ()
+    by_name: bool = True
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
     replaces: tuple[str, ...] = ()
@@ -95,11 +115,12 @@ class CrossAttentionShape(MixerShape):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        heads, (q, k, v, out) = Extent(HEADS, self.heads, self.head_width), self.biases
+        heads, keys = Extent(HEADS, self.heads, self.head_width), Extent(KV_HEADS, self.kv_heads, self.head_width)
+        q, k, v, out = self.biases
         return (
             Matrix("q", heads.length, self.hidden, q, COLUMN, (heads,)),
-            Matrix("k", heads.length, self.states_width, k, COLUMN, (heads,)),
-            Matrix("v", heads.length, self.states_width, v, COLUMN, (heads,)),
+            Matrix("k", keys.length, self.states_width, k, COLUMN, (keys,)),
+            Matrix("v", keys.length, self.states_width, v, COLUMN, (keys,)),
             Matrix("out", self.hidden, heads.length, out, ROW, (heads,)),
         )
 
@@ -112,30 +133,44 @@ class CrossAttentionShape(MixerShape):
         return replace(
             self,
             heads=share.count(HEADS),
+            kv_heads=share.count(KV_HEADS),
             biases=(q, k, v, out and share.is_first),
             first_head=share.own[HEADS][0],
             head_counts=share.counts(HEADS),
         )
 
 
-_OVER, _ADD, _MLP_STEP = Step(ATTENTION, CROSS, over=STATES), Step(ADD), Step(MLP_STEP, "mlp")
+_ADD, _MLP_STEP = Step(ADD), Step(MLP_STEP, "mlp")
 
 
-def before_norms(attention: str) -> Program:
+def _over(cross: str) -> Step:
+    return Step(ATTENTION, cross, over=STATES)
+
+
+def before_norms(attention: str, cross: str = CROSS) -> Program:
     """PRE with the branch of cross attention between those of attention to earlier tokens and of the MLP."""
     return (
         Step(NORM, "norm1"), Step(ATTENTION, attention), _ADD,
-        Step(NORM, CROSS_NORM), _OVER, _ADD,
+        Step(NORM, CROSS_NORM), _over(cross), _ADD,
         Step(NORM, "norm2"), _MLP_STEP, _ADD,
     )  # fmt: skip
 
 
-def after_norms(attention: str) -> Program:
+def after_norms(attention: str, cross: str = CROSS) -> Program:
     """POST, likewise."""
     return (
         Step(ATTENTION, attention), _ADD, Step(NORM_STREAM, "norm1"),
-        _OVER, _ADD, Step(NORM_STREAM, CROSS_NORM),
+        _over(cross), _ADD, Step(NORM_STREAM, CROSS_NORM),
         _MLP_STEP, _ADD, Step(NORM_STREAM, "norm2"),
+    )  # fmt: skip
+
+
+def around_norms(attention: str, cross: str) -> Program:
+    """SANDWICH, likewise."""
+    return (
+        Step(NORM, "norm1"), Step(ATTENTION, attention), Step(NORM_BRANCH, "post1"), _ADD,
+        Step(NORM, CROSS_NORM), _over(cross), Step(NORM_BRANCH, "cross_post"), _ADD,
+        Step(NORM, "norm2"), _MLP_STEP, Step(NORM_BRANCH, "post2"), _ADD,
     )  # fmt: skip
 
 
@@ -144,6 +179,12 @@ _M, _SELF = "transformers.models.", "self_attn"
 
 def _projections(module: str) -> Separate:
     return Separate(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+
+
+def _cross(module: str, norm: str, kind: str = LAYER, *, out: str = "out_proj", **how: Any) -> dict[str, Any]:
+    """The parts of a spec for attention to states at `module`, and the norm beside it."""
+    cross = CrossAttention(module, _projections(module), f"{module}.{out}", **how)
+    return dict(more=((module, cross), (CROSS_NORM, Norm(norm, kind))), program=before_norms(_SELF, module))
 
 
 MBART = LayerSpec(
@@ -157,26 +198,129 @@ MBART = LayerSpec(
         kv_heads="decoder_attention_heads",
         scale="scaling",
     ),
-    more=(
-        (CROSS, CrossAttention(CROSS, _projections(CROSS), f"{CROSS}.out_proj")),
-        (CROSS_NORM, Norm("encoder_attn_layer_norm", LAYER)),
-    ),
     norm2=Norm("final_layer_norm", LAYER),
     mlp=MLP(up="fc1", down="fc2", activation="activation_function"),
-    program=before_norms(_SELF),
     values=(STATES, STATES_MASK),
+    **_cross(CROSS, "encoder_attn_layer_norm"),
 )
 BART = MBART.but(layer=_M + "bart.modeling_bart.BartDecoderLayer", program=after_norms(_SELF))
+TROCR = BART.but(
+    layer=_M + "trocr.modeling_trocr.TrOCRDecoderLayer",
+    attn=dict(by_name=False),
+    more=((CROSS, CrossAttention(CROSS, _projections(CROSS), f"{CROSS}.out_proj", by_name=False)), MBART.more[1]),
+    returns=READING,
+)
+_FFN = dict(up="ffn.fc1", down="ffn.fc2")
+SEAMLESS = MBART.but(
+    layer=_M + "seamless_m4t.modeling_seamless_m4t.SeamlessM4TDecoderLayer",
+    norm2=Norm("ffn_layer_norm", LAYER),
+    mlp=_FFN,
+    **_cross("cross_attention", "cross_attention_layer_norm"),
+)
+# The layers of NLLB-MoE without a mixture.
+NLLB_MOE = SEAMLESS.but(layer=_M + "nllb_moe.modeling_nllb_moe.NllbMoeDecoderLayer", norm2=Norm("ff_layer_norm", LAYER))
+_GROUPED = dict(heads="num_attention_heads", kv_heads="num_key_value_heads", out=f"{_SELF}.o_proj")
+CANARY = MBART.but(
+    layer=_M + "canary.modeling_canary.CanaryDecoderLayer",
+    norm1=Norm("input_layernorm", LAYER),
+    attn=_GROUPED,
+    norm2=Norm("final_layernorm", LAYER),
+    mlp=dict(up="mlp.fc1", down="mlp.fc2", activation="hidden_act"),
+    **_cross(CROSS, "post_attention_layernorm", out="o_proj", width="head_dim"),
+)
+MOONSHINE = CANARY.but(
+    layer=_M + "moonshine.modeling_moonshine.MoonshineDecoderLayer",
+    attn=dict(
+        heads="decoder_num_attention_heads",
+        kv_heads="decoder_num_key_value_heads",
+        position=Rotary(interleaved=True, in_halves=True),
+        passes=(("is_causal", "is_causal"),),
+    ),
+    mlp=PackedGatedMLP("mlp.fc1", "mlp.fc2", "decoder_hidden_act", swapped=True),
+    **_cross(CROSS, "post_attention_layernorm", out="o_proj", width="head_dim", passes=("is_causal",)),
+)
+
+
+def _gemma(path: str) -> Norm:
+    return Norm(path, RMS, offset=1.0)
+
+
+T5GEMMA = LayerSpec(
+    layer=_M + "t5gemma.modeling_t5gemma.T5GemmaDecoderLayer",
+    norm1=_gemma("pre_self_attn_layernorm"),
+    attn=Attention(
+        module=_SELF,
+        qkv=_projections(_SELF),
+        out=f"{_SELF}.o_proj",
+        position=Rotary(),
+        kv_heads="num_key_value_heads",
+        scale="scaling",
+        softcap="attn_logit_softcapping",
+        passes=(("sliding_window", "sliding_window"), ("softcap", "attn_logit_softcapping")),
+    ),
+    post1=_gemma("post_self_attn_layernorm"),
+    norm2=_gemma("pre_feedforward_layernorm"),
+    mlp=GatedMLP.at("mlp", "hidden_activation"),
+    post2=_gemma("post_feedforward_layernorm"),
+    more=(
+        ("cross_attn", CrossAttention(
+            "cross_attn", _projections("cross_attn"), "cross_attn.o_proj", width="head_dim",
+            softcap="attn_logit_softcapping", passes=("sliding_window", "softcap"))),
+        (CROSS_NORM, _gemma("pre_cross_attn_layernorm")),
+        ("cross_post", _gemma("post_cross_attn_layernorm")),
+    ),
+    program=around_norms(_SELF, "cross_attn"),
+    values=(STATES, STATES_MASK),
+)  # fmt: skip
+_INNER, _OUTER = "attention.self.", "crossattention.self."
+# Layers of BERT that read states: without them they are encoders, which are read from their graphs.
+BERT = LayerSpec(
+    layer=_M + "bert.modeling_bert.BertLayer",
+    norm1=Norm("attention.output.LayerNorm", LAYER),
+    attn=Attention(
+        module="attention",
+        inner="self",
+        qkv=Separate(_INNER + "query", _INNER + "key", _INNER + "value"),
+        out="attention.output.dense",
+        scale=None,
+    ),
+    norm2=Norm("output.LayerNorm", LAYER),
+    mlp=MLP("intermediate.dense", "output.dense"),
+    more=(
+        ("crossattention", CrossAttention(
+            "crossattention", Separate(_OUTER + "query", _OUTER + "key", _OUTER + "value"),
+            "crossattention.output.dense", heads="num_attention_heads", inner="self")),
+        (CROSS_NORM, Norm("crossattention.output.LayerNorm", LAYER)),
+    ),
+    program=after_norms("attention", "crossattention"),
+    values=(STATES, STATES_MASK),
+    when=(("is_decoder", True), ("add_cross_attention", True)),
+)  # fmt: skip
+_LIKE_BERT = (
+    "bert.modeling_bert.BertLayer", "bert_generation.modeling_bert_generation.BertGenerationLayer",
+    "camembert.modeling_camembert.CamembertLayer", "data2vec.modeling_data2vec_text.Data2VecTextLayer",
+    "electra.modeling_electra.ElectraLayer", "ernie.modeling_ernie.ErnieLayer", "roberta.modeling_roberta.RobertaLayer",
+    "roc_bert.modeling_roc_bert.RoCBertLayer", "xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer",
+)  # fmt: skip
 
 SPECS = (
     BART,
+    TROCR,
     BART.but(layer=_M + "plbart.modeling_plbart.PLBartDecoderLayer"),
     BART.but(layer=_M + "marian.modeling_marian.MarianDecoderLayer"),
     BART.but(layer=_M + "blenderbot_small.modeling_blenderbot_small.BlenderbotSmallDecoderLayer"),
     MBART,
     MBART.but(layer=_M + "pegasus.modeling_pegasus.PegasusDecoderLayer"),
+    MBART.but(layer=_M + "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderLayer"),
     MBART.but(layer=_M + "m2m_100.modeling_m2m_100.M2M100DecoderLayer"),
     MBART.but(layer=_M + "blenderbot.modeling_blenderbot.BlenderbotDecoderLayer"),
     MBART.but(layer=_M + "speech_to_text.modeling_speech_to_text.Speech2TextDecoderLayer"),
     MBART.but(layer=_M + "whisper.modeling_whisper.WhisperDecoderLayer"),
+    SEAMLESS,
+    SEAMLESS.but(layer=_M + "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2DecoderLayer"),
+    NLLB_MOE,
+    CANARY,
+    MOONSHINE,
+    T5GEMMA,
+    *(BERT.but(layer=_M + layer) for layer in _LIKE_BERT),
 )

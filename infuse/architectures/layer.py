@@ -21,8 +21,9 @@ from infuse.architectures.program import NORMS, PRE, Program, ProgramShape, prog
 from infuse.errors import SpecMismatch
 
 # Return types of a layer's forward. TUPLE: with attention weights; SINGLE: a tuple of one, and of
-# two if the layer has an argument that asks for the weights; BIASED: T5's, with a bias.
-TENSOR, TUPLE, SINGLE, BIASED = "tensor", "tuple", "single", "biased"
+# two if the layer has an argument that asks for the weights; READING: of one, and of three with the weights of both
+# attentions; BIASED: T5's, with a bias.
+TENSOR, TUPLE, SINGLE, READING, BIASED = "tensor", "tuple", "single", "reading", "biased"
 
 
 class Part(Protocol):

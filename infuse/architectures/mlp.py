@@ -10,6 +10,7 @@ from infuse.architectures.multipliers import Factors, Multipliers
 from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, Parameter, PartShape, Share, inside, named
 from infuse.errors import SpecMismatch
+from infuse.parallel.slices import Span
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,21 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class PackedGatedMLP:
-    """GatedMLP with [gate | up] in one linear."""
+    """GatedMLP with [gate | up], or `swapped` [up | gate], in one linear."""
 
     gate_up: str
     down: str
     activation: str | Act = "hidden_act"
+    swapped: bool = False
 
     def bind(self, binder: Binder, name: str) -> MLPShape:
-        return _bind(binder, name, (self.gate_up,), self.down, self.activation, gated=True)
+        return _bind(binder, name, (self.gate_up,), self.down, self.activation, gated=True, swapped=self.swapped)
 
 
 def _bind(
-    binder: Binder, name: str, paths: tuple[str, ...], down_path: str, activation: str | Act, *, gated: bool
-) -> MLPShape:
+    binder: Binder, name: str, paths: tuple[str, ...], down_path: str, activation: str | Act, *, gated: bool,
+    swapped: bool = False,
+) -> MLPShape:  # fmt: skip
     """Bind an MLP whose first linear is merged from the linears at `paths`."""
     down = binder.linear(down_path)
     linears = [binder.linear(path) for path in paths]
@@ -68,7 +71,8 @@ def _bind(
     if rows != down.columns * (2 if gated else 1):
         binder.differ(f"{' and '.join(paths)} make {rows} rows; {down_path} takes {down.columns} columns")
     bias = binder.all_or_no_bias(paths, linears)
-    binder.fill_linear(named(name, "up"), paths, bias)
+    halves = (Span(0, rows // 2, rows), Span(0, 0, rows // 2)) if swapped else ()
+    binder.fill_linear(named(name, "up"), paths, bias, rows=halves)
     binder.fill_linear(named(name, "down"), (down_path,), down.bias)
     return MLPShape(linears[0].columns, down.columns, gated, binder.activation(activation), bias, down.bias)
 

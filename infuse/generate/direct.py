@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from infuse.layers.contract import NEUTRAL
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.recurrent import Recurrent
-from infuse.layers.stack import Answer, StackCall
+from infuse.layers.stack import Answer, Around, StackCall
 from infuse.ops.cpu.program import CosSin
 from infuse.temporary_hooks import TemporaryHooks
 
@@ -44,43 +44,51 @@ _CALL_SECONDS = 0.03  # of the steps in one call
 class DirectSteps:
     """Trace decode steps of one model. A copy of the model traces its own."""
 
+    ids: ClassVar[str] = "input_ids"
     is_ours: Callable[[Callable[..., Any]], bool]  # whether a pre-hook on the model may be left out
     stack: StackCall | None = None
     modules: list[tuple[nn.Module, type, Any]] = field(default_factory=list)  # which were `proven`, and their forwards
     proven: bool = False
     are_librarys: LibraryCalls = field(default_factory=LibraryCalls)
 
+    def parts_of(self, model: Any, inputs: Mapping[str, Any]) -> Parts | None:
+        """The parts of a model, if it may be called for a step without a mask of tokens."""
+        if inputs.get("attention_mask") is not None or (found := _down_to_blocks(model)) is None:
+            return None
+        return Parts.of(found, model.get_input_embeddings(), model.get_output_embeddings(), self.is_ours)
+
     def traced(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Any, DirectStep | None]:
         """Call the model for one new token of each row, and find how to make the next such steps without it."""
-        parts = None if inputs.get("attention_mask") is not None else _Parts.of(model, self.is_ours)
+        parts = self.parts_of(model, inputs)
         if parts is None or not self.are_librarys((model, *parts.modules)):
             return model(**inputs, return_dict=True), None
-        calls: list[_Call] = []
+        calls: list[Call] = []
 
         def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if not (args and output is args[0]):  # dropout returns its input
-                calls.append(_Call(module, args, kwargs, output))
+                calls.append(Call(module, args, kwargs, output))
 
-        cache = cache_in(inputs)
+        cache = getattr(cache := cache_in(inputs), "self_attention_cache", cache)
         if isinstance(cache, KVCache):
             cache.snapshot()
         with interrupts.held_back(), TemporaryHooks() as hooks:  # one step long, so that no hook is left behind
             for module in parts.listed:
                 hooks.after(module, note, with_kwargs=True)
             outputs = model(**inputs, return_dict=True)
-        step = self._step(parts, calls, inputs, outputs)
+        step = self.step_of(parts, calls, inputs, outputs)
         if step is None or self.proven:
             return outputs, step
         before = step.cache.layers[0].length - 1
         step.cache.rewind(before)
-        again = step(inputs["input_ids"])
+        again = step(inputs[self.ids])
         if again is not None and torch.equal(again, outputs.logits):
             self.proven = True
             return outputs, step
         step.cache.rewind(before)
         return model(**inputs, return_dict=True), None  # which writes its keys and values again
 
-    def _step(self, parts: _Parts, calls: list[_Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
+    def step_of(self, parts: Parts, calls: list[Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
+        """How to make the steps that follow one of these calls; None if they do not tell."""
         count, cache, positions = len(parts.blocks), cache_in(inputs), inputs.get("position_ids")
         turning = len(calls) - count - 3  # calls between the embedding's and the blocks'
         if turning not in (0, 1) or type(cache) is not KVCache or (turning and not isinstance(positions, Tensor)):
@@ -94,7 +102,7 @@ class DirectSteps:
         if not embedded.is_of(parts.embedding, inputs["input_ids"]) or not headed.is_of(parts.head, normed.output):
             return None
         x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
-        around = Around.of(embedded.output, x, headed.output, outputs.logits, parts.above[0].config)
+        around = Plain.of(embedded.output, x, headed.output, outputs.logits, parts.above[0].config)
         if around is None:
             return None
         begun = x
@@ -109,20 +117,25 @@ class DirectSteps:
             turning_by = Turning.of(turned, (embedded.output, begun), positions)
         if turned is not None and turning_by is None:
             return None
-        used = (*parts.above, parts.embedding, *parts.blocks, normed.module, parts.head)
-        modules = [(each, type(each), type(each).forward) for each in used]
-        alike = self.stack is not None and self.stack.around == around.steps
-        if self.modules != modules or not alike or self.stack.dtype is not embedded.output.dtype:  # type: ignore[union-attr]
-            self.stack = StackCall.of(
-                parts.embedding, parts.blocks, normed.module, parts.head, embedded.output, around.steps
-            )
-            self.modules, self.proven = modules, False
-        answer = None if self.stack is None else self.stack.begin(embedded.output, cache)
-        if self.stack is None or answer is None:
+        stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps)
+        answer = None if stack is None else stack.begin(embedded.output, cache)
+        if stack is None or answer is None:
             return None
-        step = DirectStep(parts, self.stack, answer, normed.module, turning_by, around, cache, embedded.output)
-        step.end_tokens = _least_window(parts.above[0].config)
+        step = DirectStep(parts, stack, answer, normed.module, turning_by, around, cache, embedded.output)
+        step.end_tokens = least_window(parts.above[0].config)
         return step
+
+    def stack_of(
+        self, parts: Parts, embedding: nn.Module | None, norm: nn.Module | None, embedded: Tensor, around: Around
+    ) -> StackCall | None:
+        """The call of these modules for values like `embedded`, made again if one is another than it was proven for."""
+        used = (*parts.above, parts.embedding, *parts.blocks, *([] if norm is None else [norm]), parts.head)
+        modules = [(each, type(each), type(each).forward) for each in used]
+        alike = self.stack is not None and self.stack.around == around and self.stack.dtype is embedded.dtype
+        if self.modules != modules or not alike:
+            self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, around)
+            self.modules, self.proven = modules, False
+        return self.stack
 
     def __getstate__(self) -> dict[str, Any]:
         return {"is_ours": self.is_ours, "stack": None, "modules": [], "proven": False, "are_librarys": LibraryCalls()}
@@ -132,8 +145,8 @@ class DirectStep:
     """Make the answer's next steps as the traced one was made: each is one token later than the step before it."""
 
     def __init__(
-        self, parts: _Parts, stack: StackCall, answer: Answer, norm: nn.Module, turning: Turning | None,
-        around: Around, cache: KVCache, embedded: Tensor,
+        self, parts: Parts, stack: StackCall, answer: Answer, norm: nn.Module | None, turning: Turning | None,
+        around: Any, cache: KVCache, embedded: Tensor,
     ):  # fmt: skip
         self.cache = cache
         self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
@@ -150,14 +163,13 @@ class DirectStep:
             return None
         answer = self._answer
         cos_sin, _ = self._cos_sin(ids_BT)
-        y = answer.step(
-            ids_BT if answer.takes_ids else self._around.begun(self._parts.embedding.forward(ids_BT)), cos_sin
-        )
+        x = ids_BT if answer.takes_ids else self._around.begun(self._parts.embedding.forward(ids_BT), answer.length)
+        y = None if x is None else answer.step(x, cos_sin)
         if y is None:
             return None
         if answer.gives_logits:
             return self._around.widened(y)
-        return self._around.ended(self._parts.head.forward(self._norm.forward(y)))
+        return self._around.ended(self._parts.head.forward(self._around.before_head(self._norm, y)))
 
     def tokens(self, ids_BT: Tensor, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
@@ -206,7 +218,7 @@ class DirectStep:
 
 
 @dataclass(frozen=True)
-class Around:
+class Plain:
     """What the model does before its blocks and after its head: `begin` multiplies the embedding, `end` the logits, or
     divides them; `widens`: logits become float32.
     """
@@ -217,30 +229,33 @@ class Around:
     widens: bool = False
 
     @classmethod
-    def of(cls, embedded: Tensor, x: Any, made: Tensor, logits: Tensor, config: Any) -> Around | None:
+    def of(cls, embedded: Tensor, x: Any, made: Tensor, logits: Tensor, config: Any) -> Plain | None:
         """Find it from the values of one step, by the factors in the config.
 
         None if it does something else, or if these values do not tell which factor it is: those of a row of zeros.
         """
-        factors = [factor for factor in dict.fromkeys(_factors(config)) if factor != 1.0]
-        begins = [1.0] if x is embedded else [factor for factor in factors if _equal(x, embedded * factor)]
-        if x is not embedded and _equal(x, embedded):
+        factors = [factor for factor in dict.fromkeys(factors_in(config)) if factor != 1.0]
+        begins = [1.0] if x is embedded else [factor for factor in factors if equal(x, embedded * factor)]
+        if x is not embedded and equal(x, embedded):
             begins.append(1.0)
         ends = [cls(), *(cls(end=factor, divides=divides) for divides in (False, True) for factor in factors)]
         if logits is made:
             ends = ends[:1]
         else:
             widens = logits.dtype is not made.dtype
-            ends = [end for each in ends if _equal(logits, (end := replace(each, widens=widens)).ended(made))]
+            ends = [end for each in ends if equal(logits, (end := replace(each, widens=widens)).ended(made))]
         return replace(ends[0], begin=begins[0]) if len(begins) == len(ends) == 1 else None
 
     @property
-    def steps(self) -> tuple[float, float, bool]:
+    def steps(self) -> Around:
         """What the stack does of it."""
-        return self.begin, self.end, self.divides
+        return Around(self.begin, self.end, self.divides)
 
-    def begun(self, embedded: Tensor) -> Tensor:
+    def begun(self, embedded: Tensor, length: int) -> Tensor:
         return embedded if self.begin == 1.0 else embedded * self.begin
+
+    def before_head(self, norm: Any, y: Tensor) -> Tensor:
+        return norm.forward(y)
 
     def ended(self, logits: Tensor) -> Tensor:
         if self.end != 1.0:
@@ -251,15 +266,15 @@ class Around:
         return logits.float() if self.widens else logits
 
 
-def _equal(found: Any, wanted: Tensor) -> bool:
+def equal(found: Any, wanted: Tensor) -> bool:
     return isinstance(found, Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
 
 
-def _factors(config: Any) -> Iterator[float]:
+def factors_in(config: Any) -> Iterator[float]:
     """The factors that a config and those inside it name."""
     for name, value in vars(config).items():
         if hasattr(value, "model_type"):
-            yield from _factors(value)
+            yield from factors_in(value)
         elif any(word in name for word in _FACTORS) and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield float(value)
 
@@ -271,12 +286,12 @@ class Turning:
     `positions` [..., B or 1, 1] are the step's. `by_index`: those of many tokens can be made at once.
     """
 
-    call: _Call
+    call: Call
     x: Tensor
     positions: Tensor
 
     @classmethod
-    def of(cls, call: _Call, values: Sequence[Tensor], positions: Tensor) -> Turning | None:
+    def of(cls, call: Call, values: Sequence[Tensor], positions: Tensor) -> Turning | None:
         """None unless the module was called with one of the values and the positions, and with no other tensor."""
         given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
         x = next((value for value in given if any(value is each for each in values)), None)
@@ -296,9 +311,9 @@ class Turning:
         return self.call.repeated({id(self.x): x, id(self.positions): positions})
 
 
-def _least_window(config: Any) -> float:
+def least_window(config: Any) -> float:
     """The smallest window, or chunk that tokens attend to, in a config and those inside it."""
-    inside = [_least_window(value) for value in vars(config).values() if hasattr(value, "model_type")]
+    inside = [least_window(value) for value in vars(config).values() if hasattr(value, "model_type")]
     # Qwen's max_window_layers and Cohere's sliding_window_pattern count layers; state spaces compute prompts by chunks.
     of_tokens = {
         name: value
@@ -316,7 +331,7 @@ def _hooks_ever() -> int:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """The modules that a model calls, from its own children down to its blocks, and where they are."""
 
     embedding: nn.Module
@@ -330,20 +345,21 @@ class _Parts:
     attributes: list[dict[str, Any]]  # and theirs
 
     @classmethod
-    def of(cls, model: Any, is_ours: Callable[[Callable[..., Any]], bool]) -> _Parts | None:
-        """None if the model has no stack of blocks, or if a hook may hear a module."""
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        above = _down_to_blocks(model)
-        if above is None or embedding is None or head is None:
+    def of(
+        cls, path: list[nn.Module], embedding: nn.Module | None, head: nn.Module | None,
+        is_ours: Callable[[Callable[..., Any]], bool],
+    ) -> Parts | None:  # fmt: skip
+        """The parts of the first of `path`, which leads to its list of blocks. None if a hook may hear a module."""
+        if embedding is None or head is None:
             return None
-        *above, layers = above
+        *above, layers = path
+        model: Any = above[0]
         blocks = list(layers.children())
         children = [child for child in above[-1].children() if child is not layers]
         if head not in (found := [*children, *above[0].children()]) or embedding not in found:
             return None
         listed = [*children, *([] if head in children else [head]), *blocks]
-        path = [*above[1:], layers]
-        modules = [*path, *listed]
+        modules = [*above[1:], layers, *listed]
         owned = {
             id(child): (owner._modules, name) for owner in (*above, layers) for name, child in owner._modules.items()
         }
@@ -368,7 +384,7 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     module: nn.Module
     args: tuple
     kwargs: dict[str, Any]
@@ -379,7 +395,7 @@ class _Call:
         if self.module is not module or len(self.args) != 1 or self.kwargs:
             return False
         (given,) = self.args
-        return given is x or (isinstance(x, Tensor) and isinstance(given, Tensor) and _is_all_of(given, x))
+        return is_same(given, x)
 
     def repeated(self, instead: Mapping[int, Tensor]) -> Any:
         """Call the module again with other tensors, by the id of those that they replace."""
@@ -389,12 +405,15 @@ class _Call:
         )
 
 
-def _is_all_of(view: Tensor, x: Tensor) -> bool:
+def is_same(view: Any, x: Any) -> bool:
+    """Whether a value is x, or a view of all of it."""
+    if view is x or not (isinstance(view, Tensor) and isinstance(x, Tensor)):
+        return view is x
     alike = view.shape == x.shape and view.stride() == x.stride() and view.dtype == x.dtype
     return alike and view.data_ptr() == x.data_ptr()
 
 
-def _follows(call: _Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
+def _follows(call: Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
     """Whether a block was called with x, the cache and the rotary positions, and with nothing else that matters."""
     given = dict(call.kwargs)
     if len(call.args) + ("hidden_states" in given) != 1:
@@ -421,7 +440,12 @@ def _down_to_blocks(model: nn.Module) -> list[nn.Module] | None:
     found = [each for each in layers if len(each) and all(isinstance(child, Block) for child in each)]
     if len(found) != 1 or sum(isinstance(each, Block) for each in model.modules()) != len(found[0]):
         return None
-    name = next(name for name, module in model.named_modules() if module is found[0])
+    return path_to(model, found[0])
+
+
+def path_to(model: nn.Module, inside: nn.Module) -> list[nn.Module]:
+    """The modules from the model to one inside it."""
+    name = next(name for name, module in model.named_modules() if module is inside)
     path, at = [model], model
     for part in name.split("."):
         at = at._modules[part]  # type: ignore[assignment]

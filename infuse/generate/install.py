@@ -27,7 +27,9 @@ from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
-from infuse.generate.pair_cache import PREPARES, install_pair
+from infuse.generate.pair_cache import PREPARES, install_pair, is_pair
+from infuse.generate.pair_loop import decode_pair
+from infuse.generate.pair_steps import PairSteps
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
@@ -57,6 +59,7 @@ _NOT_OURS = (
     "speculation_type", "assistant_ensemble_weight", "synced_gpus", "stop_strings", "token_healing",
     "output_attentions", "output_hidden_states",
 )  # fmt: skip
+_NOT_OURS_OF_PAIRS = tuple(name for name in _NOT_OURS if not name.startswith("output_"))
 # Models of diffusers that round a time step given as a number down to an integer; the others keep fractions.
 _WHOLE_STEPS = frozenset({"PriorTransformer", "UNet1DModel", "UNet2DModel"})
 _FIRST_ARGUMENT = ("inputs",)  # of generate
@@ -132,7 +135,7 @@ def install(
             forward: Any = vars(part).get("forward")
             part.forward = Forward(part, forward, backend if graphs.forward else None)  # type: ignore[assignment]
             part._infuse = Installed(limit_tokens, min_new_tokens, caches, None, group)  # type: ignore[assignment]
-    direct = DirectSteps(_is_ours) if caches and buckets is None and group.size == 1 else None
+    direct = _direct_steps(module) if caches and buckets is None and group.size == 1 else None
     installed = Installed(limit_tokens, min_new_tokens, caches, buckets, group, kv_cache, direct)
     module._infuse = installed  # type: ignore[assignment]
     # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
@@ -141,6 +144,8 @@ def install(
         module.generate = partial(generate, module)  # type: ignore[assignment]
         if caches and getattr(module, _STATEFUL, False):
             setattr(module, _STATEFUL, False)
+    elif isinstance(direct, PairSteps) and is_librarys(getattr(type(module), "generate", None)):
+        module.generate = partial(_generate_own, module)  # type: ignore[assignment]
     if caches:
         install_pair(module)
     install_continuous(module)
@@ -224,6 +229,8 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             more: dict[str, Any] = {"assistants": assistants} if loop is speculate else {"direct": installed.direct}
             decoding = partial(loop, streamer=streamer, group=installed.group, **more)
             args, kwargs = _replaced(args, kwargs, names, _LOOP, decoding)
+    elif loop := asked.loop_of_pair(installed):
+        args, kwargs = _replaced(args, kwargs, names, _LOOP, loop)
     result = None
     try:
         result = type(self).generate(self, *args, **kwargs)
@@ -239,6 +246,16 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     finally:
         if graphed is not None:
             graphed.end(keep=getattr(result, CACHE_NAME, None) is graphed)
+
+
+def _direct_steps(module: nn.Module) -> DirectSteps:
+    return (PairSteps if is_pair(module) else DirectSteps)(_is_ours)
+
+
+def _generate_own(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the `generate` that a library's class defines, which passes our loop to transformers' own."""
+    decoding = _Asked(self, kwargs).loop_of_pair(self._infuse)
+    return type(self).generate(self, *args, **kwargs, **({_LOOP: decoding} if decoding else {}))
 
 
 def _names_of_arguments(generate: Callable[..., Any]) -> tuple[str, ...]:
@@ -337,6 +354,15 @@ class _Asked:
             embeds = self._kwargs.get("inputs_embeds") is not None
             return None if by_length or embeds or not loops_are_own(self._model, UPDATE) else speculate
         return None if self.value("return_dict_in_generate") else decode
+
+    def loop_of_pair(self, installed: Installed) -> Callable[..., Any] | None:
+        """Return our loop for a model with an encoder: for greedy search, sampling and beams."""
+        if type(installed.direct) is not PairSteps or not loops_are_own(self._model, "_beam_search"):
+            return None
+        if any(self.value(name) for name in (*_NOT_OURS_OF_PAIRS, *_SPECULATE)) or self._kwargs.get(_LOOP) is not None:
+            return None
+        streamer = self._kwargs.get("streamer")
+        return partial(decode_pair, streamer=streamer, group=installed.group, direct=installed.direct)
 
     def refuse_candidates(self) -> None:
         """Raise UnsupportedCall for candidates that transformers' loops would refuse in the middle of an answer."""

@@ -52,7 +52,8 @@ _OF_LOOPS = (
 # What this version of transformers calls the cache in arguments and results of its loops.
 CACHE_NAME = cache_argument(GenerationMixin.prepare_inputs_for_generation) or FORMER
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
-_FOLLOWED = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES}
+_FOLLOWED = ("input_ids", "attention_mask", "position_ids")
+_OF_DECODER = "decoder_"  # begins their names in a model with an encoder, whose own mask stays as it is
 
 
 def loops_are_own(model: Any, *more: str) -> bool:
@@ -197,6 +198,9 @@ class Steps:
         self._step: DirectStep | None = None
         # A user's own preparation is called at every step.
         self._prepares_alone = _PREPARE in vars(model) or not is_librarys(getattr(type(model), _PREPARE))
+        self._reads = model.config.is_encoder_decoder  # an encoder's states
+        prefix = _OF_DECODER if self._reads else ""
+        self._ids, self._mask, self._positions = (prefix + name for name in _FOLLOWED)
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
@@ -204,7 +208,7 @@ class Steps:
         self._columns = 0  # of ids and of what comes before them, in a step that follows
         self._first_position: Tensor | None = None  # of each row
         # Columns of the mask minus columns of ids: more than none for a prompt of embeddings.
-        sized = [kwargs[name] for name in ("attention_mask", "position_ids") if isinstance(kwargs.get(name), Tensor)]
+        sized = [kwargs[name] for name in (self._mask, self._positions) if isinstance(kwargs.get(name), Tensor)]
         self._more_columns = sized[0].shape[-1] - input_ids.shape[1] if sized else 0
 
     def scores(self, copy: bool) -> Tensor:
@@ -219,7 +223,7 @@ class Steps:
             self._begun = True
             self._run_first_parts()
         if self._step is not None:
-            logits = self._step(self.inputs["input_ids"])
+            logits = self._step(self.inputs[self._ids])
             if logits is not None:
                 return logits
             self._step = None
@@ -230,7 +234,9 @@ class Steps:
         else:
             outputs = self.model(**self.inputs, return_dict=True)
         if not self.follows:
-            self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+            self.kwargs = self.model._update_model_kwargs_for_generation(
+                outputs, self.kwargs, is_encoder_decoder=self._reads
+            )
         return outputs.logits
 
     def likeliest(self, count: int, ends: list[int]) -> Tensor:
@@ -239,7 +245,7 @@ class Steps:
         Stop after a token in `ends`.
         """
         if self._step is not None:
-            tokens = self._step.tokens(self.inputs["input_ids"], count, ends)
+            tokens = self._step.tokens(self.inputs[self._ids], count, ends)
             if tokens is not None:
                 return tokens
         return likeliest(self.logits())[:, None]
@@ -299,18 +305,18 @@ class Steps:
 
     def follow(self, tokens_BT: Tensor, columns: int) -> None:
         """Advance to the last of `columns` ids without the model's preparation."""
-        self.inputs["input_ids"], self._columns = tokens_BT, columns + self._more_columns
+        self.inputs[self._ids], self._columns = tokens_BT, columns + self._more_columns
         if self._step is None:  # a direct step derives them itself
             self._place()
 
     def _place(self) -> None:
         """Derive positions and mask of the present tokens."""
-        tokens_BT, columns = self.inputs["input_ids"], self._columns
+        tokens_BT, columns = self.inputs[self._ids], self._columns
         if self._first_position is not None:
             indices = torch.arange(columns - tokens_BT.shape[1], columns, device=tokens_BT.device)
-            self.inputs["position_ids"] = self._first_position + indices
+            self.inputs[self._positions] = self._first_position + indices
         if self.mask is not None:
-            self.inputs["attention_mask"] = self.mask = F.pad(self.mask, (0, columns - self.mask.shape[1]), value=1)
+            self.inputs[self._mask] = self.mask = F.pad(self.mask, (0, columns - self.mask.shape[1]), value=1)
 
     def _can_follow(self, tokens_BT: Tensor, columns: int) -> bool:
         """Whether the next steps' inputs can be derived from those that the model prepared for this decode step."""
@@ -323,8 +329,9 @@ class Steps:
             short = getattr(self.model.config, "original_max_position_embeddings", None)
             if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
                 return False
-        unknown = [name for name, value in inputs.items() if name not in _FOLLOWED and isinstance(value, Tensor)]
-        ids, mask, positions = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("position_ids")
+        known = {self._ids, self._mask, self._positions, *CACHE_NAMES, *(["attention_mask"] if self._reads else [])}
+        unknown = [name for name, value in inputs.items() if name not in known and isinstance(value, Tensor)]
+        ids, mask, positions = inputs.get(self._ids), inputs.get(self._mask), inputs.get(self._positions)
         if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens_BT):
             return False
         if positions is not None and (not isinstance(positions, Tensor) or positions.shape[-1] != ids.shape[1]):
@@ -334,7 +341,7 @@ class Steps:
                 return False
             # Drop a mask that hides nothing: the model then skips building its own from it.
             self.mask = None if bool(mask.all()) and positions is not None else mask
-            inputs["attention_mask"] = self.mask
+            inputs[self._mask] = self.mask
         self._first_position = None if positions is None else positions[..., -1:] - (columns - 1)
         return True
 

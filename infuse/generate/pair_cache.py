@@ -1,4 +1,4 @@
-"""Answers of a model with an encoder: our cache for its decoder's tokens, in the pair that transformers makes."""
+"""Answers of a model with an encoder: our caches in the pair that transformers makes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,42 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from infuse.authors import is_librarys
 from infuse.generate.loop import CACHE_NAME
 from infuse.layers.cache import KVCache
+from infuse.layers.states_slot import StatesCache
 
 PREPARES = "_prepare_cache_for_generation"  # the method of transformers in which `generate` makes its caches
 _PLAIN = "DynamicLayer"
 
 
 class PairCache(EncoderDecoderCache):
-    """An EncoderDecoderCache whose first half is ours."""
+    """An EncoderDecoderCache whose halves are ours."""
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Do nothing: our half crops, repeats and selects as a DynamicCache does."""
+        """Do nothing: our halves crop, repeat and select as a DynamicCache does."""
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        ours: Any = self.self_attention_cache
+        ours.reorder_in_place(beam_idx)
+        self.cross_attention_cache.reorder_cache(beam_idx)
 
 
 def install_pair(module: nn.Module) -> None:
     """Let all ways of transformers' `generate` begin with our cache, also those that a model's class adds (Whisper)."""
-    is_pair = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    if is_pair and is_librarys(getattr(type(module), PREPARES, None)):
+    if is_pair(module) and is_librarys(getattr(type(module), PREPARES, None)):
         setattr(module, PREPARES, partial(prepare_cache, module))
 
 
+def is_pair(module: Any) -> bool:
+    """Whether a model reads states of an encoder of its own."""
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+
+
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Prepare the cache as the model's class does, and put ours in the place of a new dynamic one."""
+    """Prepare the cache as the model's class does, and put ours in the place of new dynamic ones."""
     result = getattr(type(self), PREPARES)(self, generation_config, model_kwargs, *args, **kwargs)
     cache = model_kwargs.get(CACHE_NAME)
     if type(cache) is EncoderDecoderCache and _is_new(cache.self_attention_cache):
-        ours = KVCache(format=self._infuse.kv_cache)
-        model_kwargs[CACHE_NAME] = PairCache(ours, cache.cross_attention_cache)
+        theirs, format = cache.cross_attention_cache, self._infuse.kv_cache
+        model_kwargs[CACHE_NAME] = PairCache(KVCache(format=format), StatesCache(format) if _is_new(theirs) else theirs)
     return result
 
 

@@ -34,9 +34,9 @@ from infuse.layers.linear import direct, product
 from infuse.layers.mixer import Mixer
 from infuse.layers.multipliers import times, times_sections
 from infuse.layers.named_attention import attribute, is_paged, named_attention
-from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
+from infuse.layers.native_part import NONE, NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm, scaled
-from infuse.layers.position import Positions, additive, grown, make_positions, missing
+from infuse.layers.position import LearnedBias, Positions, additive, grown, make_positions, missing
 from infuse.ops.cache_rows import values_of
 
 _BIASES = (NoPosition, PassedScores, RelativeBias)  # nothing, or what is added to the mask
@@ -183,6 +183,10 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         for name in ("qkv", "out", "gate", "q_norm", "k_norm", "v_norm", "out_norm"):
             to.part(name)
         to.storage("keys", "values")
+        if isinstance(self.positions, LearnedBias):
+            to.storage("bias")
+        else:
+            to.put(bias=NONE)
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         cache, mask, (batch, tokens, _) = inputs.cache, inputs.mask, x_BTC.shape

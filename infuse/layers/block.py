@@ -5,7 +5,7 @@ Positions, mask and cache are the model's own: the block uses what the model pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.layer import BIASED, SINGLE, TUPLE, LayerShape
+from infuse.architectures.layer import BIASED, READING, SINGLE, TUPLE, LayerShape
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.program import folded, merged, on_ranks, reduces, without_branch
@@ -128,7 +128,7 @@ class Block(InferenceModule):
         if args:
             kwargs = named(self.shape.call.arguments, args, kwargs, self._layer)
         if ends:
-            return self._returned(self._of_texts(hidden_states, kwargs, ends), None, None)
+            return self._returned(self._of_texts(hidden_states, kwargs, ends), (), None)
         return self._returned(*self._out(hidden_states, kwargs))
 
     def _of_texts(self, hidden_states: Tensor, kwargs: dict[str, Any], name: str) -> Tensor:
@@ -152,8 +152,10 @@ class Block(InferenceModule):
             start = tokens.stop
         return outs[1] if len(outs) == 2 else torch.cat(outs)
 
-    def _out(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The new hidden states, the weights of attention if they are wanted, and the bias that is handed on."""
+    def _out(
+        self, hidden_states: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor | None], Tensor | None]:
+        """The new hidden states, the weights of each attention if they are wanted, and the bias that is handed on."""
         inputs = self._inputs(hidden_states, kwargs)
         packed = None
         # A traced graph needs the parts as separate ops and must not depend on a mask's values.
@@ -164,7 +166,7 @@ class Block(InferenceModule):
                 mixer = self._modules[self._mixers[0]] if self._mixers else None
                 out = self._one_call(self, mixer, hidden_states, inputs)
                 if out is not None:
-                    return out, None, inputs.bias
+                    return out, (), inputs.bias
         x = hidden_states
         if packed is not None:
             x, inputs = packed.taken(x), inputs._replace(packed=packed)
@@ -237,14 +239,16 @@ class Block(InferenceModule):
             found = more if found is None else found
         return {name: value for name, value in found.items() if name not in self._values} if found else found
 
-    def _returned(self, out: Tensor, weights: Tensor | None, bias: Tensor | None) -> Any:
+    def _returned(self, out: Tensor, weights: Sequence[Tensor | None], bias: Tensor | None) -> Any:
         """What the original returns: BIASED hands its bias on to the next layer, and has no cross attention."""
-        returns = self.shape.call.returns
+        returns, first = self.shape.call.returns, weights[0] if weights else None
         if returns == BIASED:
             return out, bias, None
-        if returns == SINGLE and (weights is None or not self._may_be_asked):
+        if returns in (SINGLE, READING) and (first is None or not self._may_be_asked):
             return (out,)
-        return (out, weights) if returns in (TUPLE, SINGLE) else out
+        if returns == READING:
+            return (out, first, weights[1] if len(weights) > 1 else None)
+        return (out, first) if returns in (TUPLE, SINGLE) else out
 
     def _chosen(self, x: Tensor) -> tuple[Run, ...]:
         """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""

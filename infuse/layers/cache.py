@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.slot import KVSlot, Slot
+from infuse.native import kernels
 
 Kind = TypeVar("Kind", bound=Slot)
 OF_NOTHING = "DummyLayer"  # the class of a layer of transformers' caches that holds nothing; not all versions have it
@@ -94,6 +95,21 @@ class KVCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for slot in self.slots:
             slot.reorder_cache(beam_idx)
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        """Reorder rows where they are stored, so that a program that holds the storages goes on."""
+        sources, slots = beam_idx.tolist(), [slot for slot in self.slots if slot.is_initialized]
+        lengths = {slot.length if type(slot) is KVSlot and slot.rows == len(sources) else None for slot in slots}
+        storages = [storage for slot in slots for storage in slot.storages]
+        library, (length, *others) = kernels(), lengths or {None}
+        alike = length is not None and not others and beam_idx.device.type == "cpu" and self._have_no_own_lengths()
+        if alike and not isinstance(library, str):
+            return library.reorder.default(storages, sources, length)
+        for slot in self.slots:
+            slot.reorder_in_place(beam_idx)
+
+    def _have_no_own_lengths(self) -> bool:
+        return all(slot.row_lengths is None for slot in self.slots)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for slot in self.slots:

@@ -1,12 +1,15 @@
 """Attention over an encoder's states, whose keys and values are computed once for an answer.
 
-Suffixes: B batch, T new tokens, L states, H heads, D head width, C hidden width.
+Rows that read the same states share their keys and values (states_slot.py): all of their tokens attend to them at once.
+
+Suffixes: B batch, R rows of states, T new tokens, L states, H heads, D head width, C hidden width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infuse import ops
@@ -20,6 +23,7 @@ from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import named_attention
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
+from infuse.layers.states_slot import StatesCache, StatesSlot
 
 _BIAS = "position_bias"  # T5's keyword for attention functions
 
@@ -31,53 +35,82 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
 
     def __init__(self, shape: CrossAttentionShape, context: BuildContext):
         super().__init__(shape, context)
+        self.by_name = shape.by_name
         self.q, self.k, self.v, self.out = (context.linear(matrix) for matrix in shape.matrices)
         self._attend = ops.attention.bound(context.bodies.get("attention", ops.REFERENCE))
 
     def forward(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         shape, (batch, tokens, _) = self.shape, x_BTC.shape
-        q = self._heads(direct(self.q, x_BTC))
         k, v = self._keys_and_values(inputs, states_BLC, batch)
-        mask = self._mask(inputs, k.shape[2])
-        weights = None
-        if inputs.more is not None:
-            self.check_named(inputs.cache, over_ranks=bool(shape.head_counts))
-            attend, more = named_attention(self), dict(inputs.more)
-            if more.get(_BIAS) is not None:  # that of attention to earlier tokens; T5 has none for states
-                more[_BIAS] = q.new_zeros(1, shape.heads, tokens, k.shape[2])
-            out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **more)
-        else:
-            out_BTHD = self._attend(q, k, v, mask, None, shape.scale, False, 0, 0.0, None)
+        mask, weights = self._mask(inputs, k.shape[2]), None
+        if len(k) < batch:
+            together = None if inputs.want_weights or inputs.more is not None else of_states(mask, len(k), batch)
+            if together is not None:
+                rows = self._attended(x_BTC.reshape(len(k), -1, x_BTC.shape[-1]), k, v, *together)
+                return rows.view(batch, tokens, -1), None
+            k, v = (each.repeat_interleave(batch // len(each), 0) for each in (k, v))
+        if inputs.more is None:
+            out_BTC = self._attended(x_BTC, k, v, mask)
             if inputs.want_weights:
-                scored = ops.attention_weights(q, k, mask, None, shape.scale, False, 0, 0.0)
+                q = self._heads(direct(self.q, x_BTC))
+                scored = ops.attention_weights(q, k, mask, None, shape.scale, False, 0, shape.softcap)
                 weights = scored.to(x_BTC.dtype)
                 if shape.head_counts:
                     weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
+            return out_BTC, weights
+        self.check_named(inputs.cache, over_ranks=bool(shape.head_counts))
+        attend, more = named_attention(self), dict(inputs.more)
+        q = self._heads(direct(self.q, x_BTC))
+        if more.get(_BIAS) is not None:  # that of attention to earlier tokens; T5 has none for states
+            more[_BIAS] = q.new_zeros(1, shape.heads, tokens, k.shape[2])
+        own = {"is_causal": False, "sliding_window": None, "softcap": shape.softcap or None}
+        more |= {name: own[name] for name in shape.passes}
+        out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **more)
         return direct(self.out, out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
+
+    def _attended(self, x_RTC: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q = self._heads(direct(self.q, x_RTC))
+        out_RTHD = self._attend(q, k, v, mask, None, self.shape.scale, False, 0, self.shape.softcap, None)
+        return direct(self.out, out_RTHD.flatten(2))
 
     def native(self, to: PartWriter) -> None:
         decline_if({"ranks share the heads": self.shape.head_counts})
         to.put(heads=self.shape.heads, width=self.shape.head_width)
-        to.put_reals(scale=self.shape.scale)
+        to.put_reals(scale=self.shape.scale, softcap=self.shape.softcap)
         to.part("q")
         to.part("out")
+        to.storage("keys", "values")
 
     def native_states(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Keys and values [B, H, L, D] and the mask for a call in C++; None if it must run in Python."""
+        """Keys and values [R, H, L, D], as stored, and the mask for a call in C++; None if it must run in Python."""
         states = inputs.values[STATES]
         if states is None:
             return None
-        k, v = self._keys_and_values(inputs, states, len(x_BTC))
-        return (k, v, self._mask(inputs, k.shape[2])) if k.dtype == v.dtype == x_BTC.dtype else None
+        k, v = self._keys_and_values(inputs, states, batch := len(x_BTC), stored=True)
+        return self.native_of(k, v, self._mask(inputs, k.shape[2]), batch, x_BTC.dtype)
+
+    @staticmethod
+    def native_of(
+        k: Tensor, v: Tensor, mask: Tensor | None, batch: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Stored keys and values, and the mask, as C++ takes them; None if it cannot."""
+        together = of_states(mask, len(k), batch)
+        if together is None or k.dtype != v.dtype or k.dtype not in (dtype, torch.int8):
+            return None
+        return k, v, *together
 
     def _heads(self, rows_BLC: Tensor) -> Tensor:
-        return rows_BLC.unflatten(-1, (self.shape.heads, self.shape.head_width)).transpose(1, 2)
+        return rows_BLC.unflatten(-1, (-1, self.shape.head_width)).transpose(1, 2)
 
     def _made(self, states_BLC: Tensor) -> tuple[Tensor, Tensor]:
         return self._heads(direct(self.k, states_BLC)), self._heads(direct(self.v, states_BLC))
 
-    def _keys_and_values(self, inputs: Inputs, states_BLC: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Those in the second half of the call's cache, which the first call of an answer fills."""
+    def _keys_and_values(
+        self, inputs: Inputs, states_BLC: Tensor, batch: int, *, stored: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Those in the second half of the call's cache, which the first call of an answer fills: [R, H, L, D], with
+        `stored` in the cache's format.
+        """
         pair: Any = inputs.pair
         if pair is None:
             self._check_states(states_BLC, batch)
@@ -89,14 +122,21 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
             k, v = self.made_once(inputs, states_BLC, self._made)
             return k, v
         cache = pair.cross_attention_cache
+        ours = isinstance(cache, StatesCache)
         if pair.is_updated.get(self.index):
             layer = cache.layers[self.index]
-            k, v = layer.keys, layer.values
-            if len(k) != batch:  # a batch of one would be broadcast silently
-                raise InfuseError(f"the cache holds states of {len(k)} rows, a batch of {batch} was given")
-            return k, v
+            rows = layer.rows if ours else len(layer.keys)
+            if rows != batch:  # a batch of one would be broadcast silently
+                raise InfuseError(f"the cache holds states of {rows} rows, a batch of {batch} was given")
+            return _held(layer, stored) if ours else (layer.keys, layer.values)
         self._check_states(states_BLC, batch)
-        k, v = cache.update(*self._made(states_BLC), self.index)
+        if ours:
+            repeats = cache.repeats_of(states_BLC)
+            layer = cache.slot(self.index)
+            layer.fill(*self._made(states_BLC[::repeats]), repeats)
+            k, v = _held(layer, stored)
+        else:
+            k, v = cache.update(*self._made(states_BLC), self.index)
         pair.is_updated[self.index] = True
         return k, v
 
@@ -121,3 +161,25 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
         if shape.head_counts and mask.shape[1] == shape.all_heads:
             return mask[:, shape.first_head : shape.first_head + shape.heads]
         return mask
+
+
+def _held(slot: StatesSlot, stored: bool) -> tuple[Tensor, Tensor]:
+    keys, values = slot.storages if stored else slot.readable()
+    return keys, values
+
+
+def of_states(mask: Tensor | None, rows: int, batch: int) -> tuple[Tensor | None] | None:
+    """The mask [R or 1, 1 or H, 1, L] of all tokens of a batch that attend to R rows of states.
+
+    None if it hides other states from other tokens that share a row.
+    """
+    if mask is None:
+        return (None,)
+    if mask.shape[2] > 1:
+        mask, all_tokens = mask[:, :, :1], mask
+        if all_tokens.stride(2) and not torch.equal(mask.expand_as(all_tokens), all_tokens):
+            return None
+    if len(mask) in (1, rows):
+        return (mask,)
+    each = mask.unflatten(0, (rows, batch // rows))
+    return (each[:, 0],) if torch.equal(each[:, :1].expand_as(each), each) else None

@@ -50,7 +50,7 @@ class NativeInputs(NamedTuple):
 
     Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`; or states, which are
     overwritten, or made after each token: StateSlot.in_place, row_of_states. `value`: what a step goes over. Keys and
-    values of an encoder's states are read as they are, under their own mask.
+    values of an encoder's states [R, H, L, D] are read as they are, under their own mask.
     """
 
     cos: Tensor | None = None
@@ -129,7 +129,7 @@ class ProgramText:
         if step.over and step.does == NORM and not (self.whole or self.machine == ENCODER or self.without):
             self.without = step.over
         elif step.over and getattr(block._modules[step.part], "reads_states", False):
-            if self.whole or self.machine == ENCODER:
+            if self.machine == ENCODER:
                 raise NotNative(f"{step.part} reads an encoder's states")
         elif step.over:
             takes_value = getattr(block._modules[step.part], "takes_value", False)

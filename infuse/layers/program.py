@@ -98,12 +98,12 @@ def compiled_streams(program: Program) -> tuple[Run, ...]:
     return tuple(_of_streams(step) for step in program)
 
 
-def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Run a layer's program on x. Return its output and the weights of its first attention."""
+def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tuple[Tensor, list[Tensor | None]]:
+    """Run a layer's program on x. Return its output and the weights of each attention."""
     stream = Stream(x, inputs)
     for step in steps:
         step(stream, parts)
-    return stream.x, stream.weights[0] if stream.weights else None
+    return stream.x, stream.weights
 
 
 # ---- steps of one stream

@@ -1,12 +1,12 @@
 """Run all blocks of a decoder in one C++ call, for the steps of an answer: one new token a row, without a mask.
 
-The embedding before them, and the norm and the head after them, are in the same call where they are ours.
+What is before and after them is in the same call where the kernels compute it (Around).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -25,7 +25,7 @@ from infuse.layers.named_attention import names_ours
 from infuse.layers.native_part import FEW_TOKENS, NONE, NotNative, PartWriter, ProgramText
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
-from infuse.layers.position import PassedCosSin, Positions
+from infuse.layers.position import LearnedBias, PassedCosSin, Positions
 from infuse.layers.recurrent import Recurrent
 from infuse.layers.slot import KVSlot, StateSlot
 from infuse.native import DTYPES, kernels, limits
@@ -35,38 +35,71 @@ from infuse.ops.cpu.program import CosSin, NativeProgram
 from infuse.ops.cpu.quantized_linear import dtype_of_scales
 
 
+@dataclass(frozen=True)
+class Table:
+    """A parameter or buffer of a module. Those of places have the row of a token at its index, plus `offset`."""
+
+    module: nn.Module
+    name: str
+    offset: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        return getattr(self.module, self.name)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a model does before its blocks and after them, besides its embedding, last norm and head.
+
+    The embedding is multiplied by `begin`, and the row of `places` is added; the head's input is multiplied by
+    `before_head`, and the logits by `end`, or divided by it, and `shift` [1, vocabulary] is added.
+    """
+
+    begin: float = 1.0
+    end: float = 1.0
+    divides: bool = False
+    places: Table | None = None
+    before_head: float = 1.0
+    shift: Table | None = None
+
+
 class StackCall(OneCall):
     """One call for a new token of all blocks of a decoder, without a mask. Each takes what the one before returns."""
 
     @classmethod
     def of(
-        cls, embedding: nn.Module, blocks: Sequence[Any], norm: nn.Module, head: nn.Module, x_BTC: Tensor,
-        around: tuple[float, float, bool] = (1.0, 1.0, False),
+        cls, embedding: nn.Module | None, blocks: Sequence[Any], norm: nn.Module | None, head: nn.Module,
+        x_BTC: Tensor, around: Around = Around(),
     ) -> StackCall | None:  # fmt: skip
-        """None if a block does not run in one call, or if positions differ between blocks or do more than to rotate.
+        """None if a block does not run in one call, or if positions differ between blocks or do more than to rotate
+        and to add a learned bias.
 
-        Steps are like x, what the embedding returned. `around`: a factor of the embedding, and one of the logits, by
-        which they are multiplied or, if true, divided.
+        Steps are like x, what the embedding returned. Without an `embedding`, they begin with the blocks' input.
         """
         calls = [block._one_call for block in blocks]
         if not blocks or any(type(call) is not StepCall for call in calls):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
-        mixers = [next((block._modules[name] for name in block.shape.mixers), None) for block in blocks]
+        mixers = [_mixer_of(block) for block in blocks]
         attentions: list[Any] = [each for each in mixers if each is not None and not isinstance(each, Recurrent)]
         attns = [mixer.shape for mixer in attentions]
         if any(each.shape.beside for each in mixers if each is not None):
             return None
-        if any(attn.position != attns[0].position or attn.growth is not None for attn in attns):
+        learned = [isinstance(each._modules.get("positions"), LearnedBias) for each in attentions]
+        if any(attn.growth is not None for attn in attns) or any(learned) != all(learned):
+            return None
+        if not any(learned) and any(attn.position != attns[0].position for attn in attns):
             return None
         if any(attn.lends or attn.borrows is not None for attn in attns):
             return None
         positions = {type(each._modules.get("positions")) for each in attentions}
-        if not positions <= {PassedCosSin, Positions}:
+        if not positions <= {PassedCosSin, Positions, LearnedBias}:
             return None
-        before = [embedding] if _looks_up(embedding, x_BTC) else []
-        after = [norm, head] if _normalises(norm, x_BTC) and _multiplies(head, x_BTC) else []
+        before = [embedding] if embedding is not None and _looks_up(embedding, x_BTC) else []
+        normalises = norm is None or _normalises(norm, x_BTC)
+        after = [norm, head] if normalises and _multiplies(head, x_BTC) else []
         try:
             return cls(before, blocks, after, calls, mixers, x_BTC, around)
         except NotNative:
@@ -76,26 +109,36 @@ class StackCall(OneCall):
         self,
         before: list[nn.Module],
         blocks: Sequence[Any],
-        after: list[nn.Module],
+        after: list[nn.Module | None],
         calls: Sequence[StepCall],
         mixers: Sequence[Any],
         x_BTC: Tensor,
-        around: tuple[float, float, bool],
+        around: Around,
     ):
-        self._roots = [*before, *blocks, *after]
-        super().__init__(_program(before, blocks, after, x_BTC, around))
+        tables = [
+            table.module for table in (around.places if before else None, around.shift if after else None) if table
+        ]
+        self._roots = [*tables, *before, *blocks, *(each for each in after if each is not None)]
+        super().__init__(_program(tables, before, blocks, after, x_BTC, around))
         self.around = around
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
-        self._last_norm = _Written.of(after[0]) if after else None
+        self._embedding = before[0] if before else None
+        self._last_norm = None if not after or after[0] is None else _Written.of(after[0])
         self._blocks = blocks
         there = [(call.index, mixer) for call, mixer in zip(calls, mixers, strict=True) if mixer is not None]
         self._indices, self._mixers = [index for index, _ in there], [mixer for _, mixer in there]
         self._attentions = [mixer for mixer in self._mixers if not isinstance(mixer, Recurrent)]
         self._most_rows = min(call.most_rows for call in calls)
+        self.readers = [block._modules[call.reader] for block, call in zip(blocks, calls, strict=True) if call.reader]
 
-    def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:
-        """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called."""
-        if autocast.is_any_on() or (self.takes_ids and not _looks_up(self._roots[0], x_BTC)):
+    def begin(self, x_BTC: Tensor, cache: KVCache, states: ReadStates | None = None) -> Answer | None:
+        """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called.
+
+        `states`: what the blocks read of an encoder's states.
+        """
+        if autocast.is_any_on() or (self._embedding is not None and not _looks_up(self._embedding, x_BTC)):
+            return None
+        if len(self.readers) != (0 if states is None else len(self._blocks)):
             return None
         slots: list[Any] = [
             cache.slot(index, StateSlot if isinstance(mixer, Recurrent) else KVSlot)
@@ -111,18 +154,29 @@ class StackCall(OneCall):
         ):
             return None
         # Held as they are now: what is assigned to a parameter later does not count.
-        return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC)
+        return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC, states)
 
-    def with_room(self, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor) -> tuple[NativeProgram, float]:
+    def with_room(
+        self, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor, states: ReadStates | None
+    ) -> tuple[NativeProgram, float]:
         """Make room for a new token in each slot, and hold the program for these. Return for how many tokens, too."""
-        room = math.inf
-        for slot, mixer in zip(slots, self._mixers, strict=True):
+        room, storages = math.inf, []
+        bias: Tensor | None = None
+        for number, (slot, mixer) in enumerate(zip(slots, self._mixers, strict=True)):
             if isinstance(slot, StateSlot):
                 slot.in_place(len(x_BTC), 1, mixer.filler)
             else:
                 slot.reserve(len(x_BTC), 1, mixer.shape.cached_rows, x_BTC, mixer.filler)
                 room = min(room, slot.storages[0].shape[2])
-        storages = [storage for slot in slots for storage in slot.storages]
+            storages += slot.storages
+            positions: Any = mixer._modules.get("positions")
+            if isinstance(positions, LearnedBias):
+                if bias is None or positions.table is not None:  # the others take that of the layer before
+                    length = slot.storages[0].shape[2]
+                    bias = positions(x_BTC, length - 1, length).contiguous()
+                storages.append(bias)
+            if states is not None:
+                storages += states.held()[number]
         return NativeProgram(self._text, self._program.reals, tensors, storages), room
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
@@ -132,14 +186,28 @@ class StackCall(OneCall):
         return self._attentions[0]._modules["positions"].cos_sin(inputs)  # type: ignore[union-attr,operator]
 
 
+@dataclass(frozen=True)
+class ReadStates:
+    """What blocks read of an encoder's states: `held()` are the stored keys and values of each, [R, H, L, D].
+
+    `mask` [R or 1, 1 or H, 1, L] hides states.
+    """
+
+    held: Callable[[], list[list[Tensor]]]
+    mask: Tensor | None
+
+
 class Answer:
     """The steps of one answer over all blocks. Modules and weights in blocks are those of its first step."""
 
-    def __init__(self, stack: StackCall, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor):
+    def __init__(
+        self, stack: StackCall, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor, states: ReadStates | None = None
+    ):
         self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
         self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
-        self._native, self._room_tokens = stack.with_room(tensors, slots, x_BTC)
-        self._states = self._held_states()
+        self._read, self._states_mask = states, None if states is None else states.mask
+        self._native, self._room_tokens = stack.with_room(tensors, slots, x_BTC, states)
+        self._held = self._held_now()
 
     @property
     def length(self) -> int:
@@ -154,7 +222,7 @@ class Answer:
         none = None  # the program holds its storages, and there is neither a mask, nor a bias, nor another value
         native = self._with_room()
         turns = cos_sin.cos, cos_sin.sin, cos_sin.index
-        out = native.run(x, *turns, none, none, none, none, self.length, none, none, none, none)
+        out = native.run(x, *turns, none, none, none, none, self.length, none, none, none, self._states_mask)
         self._append(0 if out is None else 1)
         return out
 
@@ -168,20 +236,21 @@ class Answer:
         native = self._with_room()
         # A step that finds no room has already overwritten the states before its first attention.
         count = int(min(count, self._room_tokens - self.length))
-        tokens = native.tokens(ids_B1, cos_sin, self.length, count, ends)
+        tokens = native.tokens(ids_B1, cos_sin, self.length, count, ends, self._states_mask)
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 
     def _with_room(self) -> NativeProgram:
         """The program, with room for another token."""
-        if self.length >= self._room_tokens or not all(map(is_, self._states, self._held_states())):
-            self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like)
-            self._states = self._held_states()
+        if self.length >= self._room_tokens or not all(map(is_, self._held, self._held_now())):
+            self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like, self._read)
+            self._held = self._held_now()
         return self._native
 
-    def _held_states(self) -> list[Any]:
-        """The states of recurrences, which others may have replaced."""
-        return [slot.states for slot in self._slots if isinstance(slot, StateSlot)]
+    def _held_now(self) -> list[Any]:
+        """What others may have replaced: states of recurrences, storages of keys, and those of an encoder's states."""
+        held = [slot.states if isinstance(slot, StateSlot) else slot.key_storage for slot in self._slots]
+        return held if self._read is None else held + [keys for keys, _ in self._read.held()]
 
     def _append(self, tokens: int) -> None:
         for slot in self._slots:
@@ -189,30 +258,59 @@ class Answer:
 
 
 def _program(
-    before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor, around: tuple[float, float, bool]
-) -> ProgramText:
-    """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them."""
-    begin, end, divides = around
-    text = ProgramText(FEW_TOKENS, len(before) + len(blocks) + len(after), whole=True)
-    for node, table in enumerate(before):
+    tables: Sequence[nn.Module], before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor,
+    around: Around,
+) -> ProgramText:  # fmt: skip
+    """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them.
+
+    `tables`: the modules of rows that are added, the first roots.
+    """
+    ends = [each for each in after if each is not None]
+    first = len(tables)
+    text = ProgramText(FEW_TOKENS, first + len(before) + len(blocks) + len(ends), whole=True)
+    for node, table in enumerate(before, first):
         with text.step_of("embed"), text.inside("part", "table"):
             _write_table(PartWriter(text, table, node), table, x_BTC)
-        if begin != 1.0:
-            _write_number(text, "scale", begin)
-    for node, block in enumerate(blocks, len(before)):
+        if around.begin != 1.0:
+            _write_number(text, "scale", around.begin)
+        if (places := around.places) is not None:
+            with text.step_of("place"), text.inside("part", "place"):
+                text.word("offset", places.offset)
+                PartWriter(text, places.module, 0).tensor("table", places.name)
+    for node, block in enumerate(blocks, first + len(before)):
         for step in block._program:
             text.step(step, node, block)
     if after:
-        norm, head = after
-        with text.step_of("norm"), text.inside("part", "norm"):
-            _write_norm(PartWriter(text, norm, text.roots - 2), norm)
-        with text.step_of("head"), text.inside("part", "head"), text.inside("product", "linear"):
-            head.native(PartWriter(text, head, text.roots - 1))
-        if divides and math.frexp(end)[0] == 0.5:  # a power of two: the product has the same bits
-            divides, end = False, 1 / end
-        if end != 1.0:
-            _write_number(text, "divide" if divides else "scale", end)
+        _write_end(text, first - 1, after[0], after[1], around)
     return text
+
+
+def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around: Around) -> None:
+    """Write the norm, the head, and what is around it."""
+    scales = around.before_head != 1.0
+    if norm is not None:
+        with text.step_of("norm_stream" if scales else "norm"), text.inside("part", "norm"):
+            _write_norm(PartWriter(text, norm, text.roots - 2), norm)
+    if scales:
+        _write_number(text, "scale", around.before_head)
+    with text.step_of("head"), text.inside("part", "head"):
+        with text.inside("product", "linear"):
+            head.native(PartWriter(text, head, text.roots - 1))
+        if around.shift is None:
+            text.word("shift", NONE)
+        else:
+            PartWriter(text, around.shift.module, shift_node).tensor("shift", around.shift.name)
+    end, divides = around.end, around.divides
+    if divides and math.frexp(end)[0] == 0.5:  # a power of two: the product has the same bits
+        divides, end = False, 1 / end
+    if end != 1.0:
+        _write_number(text, "divide" if divides else "scale", end)
+
+
+def _mixer_of(block: Any) -> Any:
+    """What mixes a block's tokens, if anything does."""
+    own = [name for name, mixer in block.shape.mixers.items() if not mixer.reads_states]
+    return block._modules[own[0]] if own else None
 
 
 def _write_number(text: ProgramText, does: str, number: float) -> None:

@@ -18,6 +18,7 @@ from infuse.architectures.encoder_decoder import STATES_MASK
 from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
 from infuse.layers.cache import KVCache, first_counts, tokens_in
+from infuse.layers.states_slot import StatesCache
 
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
@@ -110,6 +111,8 @@ def of_tokens(make_cache: Any) -> Any:
 
 def _beside_states(make_cache: Callable[[], Cache], config: Any) -> Cache:
     cache = make_cache()
+    if isinstance(cache, KVCache):
+        return EncoderDecoderCache(cache, StatesCache(cache.format))
     static = isinstance(cache, StaticCache)
     return EncoderDecoderCache(cache, StaticCache(config=config, max_cache_len=ENCODED) if static else DynamicCache())
 

@@ -238,7 +238,7 @@ def test_steps_that_cpp_does_not_know_and_values_of_a_call_run_in_python(engine:
 def test_all_steps_of_cpp_are_words_of_programs() -> None:
     from infuse.architectures import program
 
-    around = {"head", "scale", "divide"}  # a decoder's blocks
+    around = {"place", "head", "scale", "divide"}  # a decoder's blocks
     words = {value for value in vars(program).values() if isinstance(value, str)} | around
     assert set(kernels().step_words().split()) <= words
 

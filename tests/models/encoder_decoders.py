@@ -44,7 +44,51 @@ SPEECH = [
     Family("whisper", t.WhisperConfig, t.WhisperForConditionalGeneration, "speech", _WHISPER),
     Family("speech-to-text", t.Speech2TextConfig, t.Speech2TextForConditionalGeneration, "speech", _SPEECH_TO_TEXT),
 ]
-ENCODER_DECODERS = [*TEXTS, *T5, *SPEECH]
+_SEAMLESS = dict(
+    hidden_size=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=80, decoder_ffn_dim=72, vocab_size=96, max_position_embeddings=64, pad_token_id=0,
+    decoder_start_token_id=3,
+)  # fmt: skip
+_MOONSHINE = dict(
+    hidden_size=72, intermediate_size=64, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2,
+    encoder_num_attention_heads=2, decoder_num_attention_heads=2, encoder_num_key_value_heads=2,
+    decoder_num_key_value_heads=2, vocab_size=96, max_position_embeddings=64,
+)  # fmt: skip
+_GEMMA = dict(vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, sliding_window=5)  # fmt: skip
+_BERT = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96,
+             max_position_embeddings=64)  # fmt: skip
+_VIT = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, image_size=16,
+            patch_size=4)  # fmt: skip
+_TROCR = dict(d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=72, vocab_size=96,
+              max_position_embeddings=64, cross_attention_hidden_size=48)  # fmt: skip
+
+
+def _t5gemma(**values: Any) -> Any:
+    return t.T5GemmaConfig(encoder=dict(_GEMMA), decoder=dict(_GEMMA, cross_attention_hidden_size=48), vocab_size=96)
+
+
+def _two_berts(**values: Any) -> Any:
+    halves = t.BertConfig(**_BERT), t.BertConfig(**_BERT)
+    return t.EncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=2, pad_token_id=0)
+
+
+def _trocr(**values: Any) -> Any:
+    halves = t.ViTConfig(**_VIT), t.TrOCRConfig(**_TROCR)
+    return t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=2, pad_token_id=0)
+
+
+MORE = [
+    Family("bigbird-pegasus", t.BigBirdPegasusConfig, t.BigBirdPegasusForConditionalGeneration, "text",
+           dict(_TEXT, attention_type="original_full")),
+    Family("seamless", t.SeamlessM4TConfig, t.SeamlessM4TForTextToText, "text", _SEAMLESS),
+    Family("seamless-v2", t.SeamlessM4Tv2Config, t.SeamlessM4Tv2ForTextToText, "text", _SEAMLESS),
+    Family("t5gemma", _t5gemma, t.T5GemmaForConditionalGeneration, "text"),  # type: ignore[arg-type]
+    Family("two-berts", _two_berts, t.EncoderDecoderModel, "text"),  # type: ignore[arg-type]
+    Family("trocr", _trocr, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]
+    Family("moonshine", t.MoonshineConfig, t.MoonshineForConditionalGeneration, "speech", _MOONSHINE),
+]  # fmt: skip
+ENCODER_DECODERS = [*TEXTS, *T5, *SPEECH, *MORE]
 BY_NAME = {family.name: family for family in ENCODER_DECODERS}
 
 
@@ -63,6 +107,10 @@ def encoded(family: Family, batch: int = 3, padding: str | None = None, seed: in
     generator = torch.Generator().manual_seed(seed)
     if family.name == "whisper":
         return {"input_features": torch.randn(batch, 16, 40, generator=generator)}
+    if family.name == "moonshine":
+        return {"input_values": torch.randn(batch, 4000, generator=generator)}
+    if family.kind == "vision":
+        return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=generator)}
     mask = torch.ones(batch, 11, dtype=torch.long)
     if padding:
         mask[0, slice(3) if padding == "left" else slice(-3, None)] = 0

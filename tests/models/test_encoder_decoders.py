@@ -22,7 +22,6 @@ from infuse.errors import InfuseError, UnsupportedCall
 from infuse.generate.pair_cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
-from infuse.layers.one_call import StepCall
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, TEXTS, both, encoded, made
 from tests.models.families import Family
 from tests.support.ranks import Ranks
@@ -297,29 +296,6 @@ def test_checkpoints_and_state_dicts(name: str, tmp_path: Path) -> None:
     again = family.model.from_pretrained(tmp_path / "again").state_dict()
     for key, value in original.state_dict().items():
         assert torch.equal(again[key], value), key
-
-
-@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5", "m2m-100"])
-def test_steps_run_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of the decoder, with each way of masks, in C++: calls that it makes are as many as there are steps."""
-    original, engine = pair(name)
-    decoder = [module for path, module in engine.module.named_modules() if isinstance(module, Block)
-               and "decoder." in path]  # fmt: skip
-    assert not [block._runs_in_parts for block in decoder if block._runs_in_parts]
-    made_calls: list[bool] = []
-    call = StepCall.__call__
-
-    def counted(self: StepCall, *args: Any) -> Tensor | None:
-        out = call(self, *args)
-        made_calls.append(out is not None)
-        return out
-
-    monkeypatch.setattr(StepCall, "__call__", counted)
-    for padding in (None, "left"):
-        made_calls.clear()
-        given = encoded(BY_NAME[name], padding=padding)
-        assert torch.equal(engine.generate(**given, max_new_tokens=9), original.generate(**given, max_new_tokens=9))
-        assert sum(made_calls) >= 8 * len(decoder)
 
 
 def test_our_cache_is_in_the_pair_and_goes_with_copies() -> None:

@@ -37,7 +37,7 @@ void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t f
 
 // What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
 // a program of several blocks holds itself; states, which are given in their place, are overwritten (turns_of). `value`: what a
-// LayerInputPart multiplies with. Those of states are a CrossAttentionPart's, [B, H, L, D]; its mask hides states.
+// LayerInputPart multiplies with. Those of states are a CrossAttentionPart's; its mask [R, 1 or H, 1, L] hides states.
 struct Given {
   Maybe cos, sin, mask, bias, keys, values, value, state_keys, state_values, states_mask;
   int64_t start;
@@ -97,7 +97,10 @@ struct StepMachine {
                                                    a.interleaved, q);
     if (!turned) return std::nullopt;
     const bool causal = !given.mask || a.window > 0;
-    const bool done = attend(q, *keys, *values, given.start + tokens, given.mask, given.bias, a.scale, causal, a.window,
+    const int64_t length = given.start + tokens;
+    const Maybe held = a.bias.array && a.bias.array->size(3) >= length ? a.bias.array->last(3, length) : Maybe();
+    if (a.bias.array && !held) return std::nullopt;
+    const bool done = attend(q, *keys, *values, length, given.mask, held ? held : given.bias, a.scale, causal, a.window,
                              a.softcap, a.sinks, attended);
     if (!done) return std::nullopt;
     if (a.gated) multiply_by_sigmoids(attended, qkv, (a.all_heads() - a.heads) * a.width);
@@ -112,13 +115,17 @@ struct StepMachine {
     return times(a.out, *norm(*a.out_norm, rows), *from);
   }
   Maybe apply(const CrossAttentionPart& a, const Maybe& from) const {
-    const Maybe &keys = given.state_keys, &values = given.state_values;
-    if (!keys || !values || keys->dim() != 4 || keys->size(0) != from->size(0)) return std::nullopt;
-    const int64_t batch = from->size(0), tokens = from->size(1);
-    const Array rows = array({batch, tokens, a.heads, a.width}, *from), q = array({batch, a.heads, tokens, a.width}, *from);
+    const Maybe& keys = a.keys.array ? a.keys.array : given.state_keys;
+    const Maybe& values = a.values.array ? a.values.array : given.state_values;
+    const int64_t batch = from->size(0), all = batch * from->size(1);
+    if (!keys || !values || keys->dim() != 4 || keys->size(0) == 0 || batch % keys->size(0)) return std::nullopt;
+    const int64_t each = all / keys->size(0);  // tokens that attend to one row of states, in no order
+    const Array rows = array({keys->size(0), each, a.heads, a.width}, *from);
+    const Array q = array({keys->size(0), a.heads, each, a.width}, *from);
     multiply(a.q, *from, rows, given.once);
     if (!rotated(rows, {}, {}, false, q)) return std::nullopt;
-    const bool done = attend(q, *keys, *values, keys->size(2), given.states_mask, {}, a.scale, false, 0, 0, {}, rows);
+    const bool done = attend(q, *keys, *values, keys->size(2), given.states_mask, {}, a.scale, false, 0, a.softcap, {},
+                             rows);
     return done ? times(a.out, rows, *from) : Maybe();
   }
   Maybe apply(const ShortConvPart& a, const Maybe& from) const {
@@ -331,11 +338,27 @@ struct StepMachine {
     kernels().panels.gather(a, 0, tokens);
     return rows;
   }
+  Maybe apply(const PlacePart& part, const Maybe& of) const {
+    const int64_t place = given.start + part.offset;
+    if (of->size(1) != 1 || place < 0 || place >= part.table->size(0)) return std::nullopt;
+    const Array made = array_as(*of);
+    add_row(*of, part.table->at(0, place), made);
+    return made;
+  }
+  // Rows [B, T, C] with the same row added to each.
+  static void add_row(const Array& rows, const Array& row, const Array& to) {
+    const int64_t width = rows.size(2);
+    for (int64_t begin = 0; begin < rows.numel(); begin += width) {
+      const void* from[] = {bytes_at(rows, begin), row.const_data_ptr()};
+      kernels().sum_arrays({from, bytes_at(to, begin), 2, type_of(to)}, 0, width);
+    }
+  }
   Maybe apply(const HeadPart& part, const Maybe& of) {
     int64_t sizes[] = {of->size(0), of->size(1), part.product.outputs};
     logits = empty(sizes, 3, dtype_of(type_of(*of)));
     const Array made = Array::written(*logits);
     multiply(part.product, *of, made, given.once);
+    if (part.shift) add_row(made, *part.shift, made);
     return made;
   }
   // x times or divided by a number, in its own memory, which for logits is the result's.
@@ -528,20 +551,20 @@ MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, i
 // last is the input of the next step. The step that gives one of `ends` is the last one. cos and sin [1 or B, tokens,
 // D] have the first step's token at index `turn`.
 MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start,
-                       int64_t count, std::vector<int64_t> ends) {
+                       int64_t count, std::vector<int64_t> ends, MaybeTensor states_mask) {
   const Array first = ids;
   const auto parsed = reinterpret_cast<Held*>(held)->parsed_for(first);
   if (!parsed || first.size(1) != 1) return std::nullopt;
   const Program& program = parsed->program;
   if (!program.table() || !program.has_head()) return std::nullopt;
-  const Maybe cosines = array_of(cos), sines = array_of(sin);
+  const Maybe cosines = array_of(cos), sines = array_of(sin), hides = array_of(states_mask);
   const int64_t rows = first.size(0), row_sizes[] = {rows, 1};
   std::vector<int64_t> chosen;  // [steps, rows]
   bool half_done = false;
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
-      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {}, {}, {}, {},
+      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {}, {}, {}, hides,
                         start + step, parsed->once};
       StepMachine machine{given, x};
       if (!run(program, machine)) {
@@ -574,8 +597,8 @@ INFUSE_OPERATORS(CPU,
      "Tensor(b!)? values, int start, Tensor? value, Tensor? state_keys, Tensor? state_values, Tensor? states_mask) -> "
      "Tensor?",
      TORCH_BOX(&run_held)},
-    {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends) -> "
-     "Tensor?", TORCH_BOX(&run_tokens)})
+    {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends, "
+     "Tensor? states_mask) -> Tensor?", TORCH_BOX(&run_tokens)})
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"hold(str text, Tensor[] tensors, Tensor(a!)[] storages, float[] reals) -> int", TORCH_BOX(&hold)},
     {"drop(int held) -> ()", TORCH_BOX(&drop)},

@@ -54,7 +54,8 @@ inline int64_t outputs_of(const ProductPart& product) {
 // Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. If they are `borrowed`, qkv makes
 // queries alone, and nothing is appended. The sigmoid of a gate multiplies the heads: if it is `gated`, that of the last
 // rows of qkv, else that of `gate`, if there is one, with one row for each feature or head. The window is as in
-// ops.attention.
+// ops.attention. `bias` [1, H, 1, S], if the program holds it, is that of the last of S tokens: one's before it has the
+// last columns.
 struct AttentionPart {
   static constexpr std::string_view kKind = "attention";
   int64_t heads, kv_heads, width, window;
@@ -65,19 +66,21 @@ struct AttentionPart {
   LinearPart out;
   std::optional<LinearPart> gate;
   std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
-  Storage keys, values;
+  Storage keys, values, bias;
   INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, gated, scale, softcap, sinks, qkv, out, gate,
-                q_norm, k_norm, v_norm, out_norm, keys, values)
+                q_norm, k_norm, v_norm, out_norm, keys, values, bias)
 
   int64_t all_heads() const { return (borrowed ? heads : heads + 2 * kv_heads) + (gated ? heads : 0); }
 };
-// Attention to all of the keys and values that a step gives, those of an encoder's states.
+// Attention to all keys and values of an encoder's states, [R, K, L, D], if the program holds them; else each step gives
+// them. Each row of theirs is for B / R consecutive rows of the step, such as beams of one text.
 struct CrossAttentionPart {
   static constexpr std::string_view kKind = "cross_attention";
   int64_t heads, width;
-  double scale;
+  double scale, softcap;
   LinearPart q, out;
-  INFUSE_FIELDS(heads, width, scale, q, out)
+  Storage keys, values;
+  INFUSE_FIELDS(heads, width, scale, softcap, q, out, keys, values)
 };
 // out(c * conv(b * x)) of [b | c | x] = into(y). States of these mixers are changed in place: the program's own, or a
 // step's keys (of the convolution, [B, taps, C]) and values (of the recurrence, [B, H, D, V] in float32).
@@ -193,10 +196,19 @@ struct TablePart {
   LinearPart rows;
   INFUSE_FIELDS(width, type, rows)
 };
+// Adds the row start + `offset` of a table of places [P, C] to all rows of a step of one token.
+struct PlacePart {
+  static constexpr std::string_view kKind = "place";
+  int64_t offset;
+  Maybe table;
+  INFUSE_FIELDS(offset, table)
+};
+// `shift` is added to the rounded product.
 struct HeadPart {
   static constexpr std::string_view kKind = "head";
   LinearPart product;
-  INFUSE_FIELDS(product)
+  Maybe shift;
+  INFUSE_FIELDS(product, shift)
 };
 
 // What a router gives, as in ops/router.py: of each token, the values of its experts' weights, already of the type
@@ -217,7 +229,9 @@ bool sum_experts(const ExpertsPart& experts, const Array& x, int64_t tokens, int
 // The steps of architectures/program.py that C++ can run, and those around a decoder's blocks. A branch is the result
 // of attention, of an MLP or of a mixture: the part's kind says which.
 // scale and divide change x, what a table or a head has made, by a number, in place.
-enum class Does { norm, norm_stream, norm_branch, branch, add, add_norm, add_norm_stream, embed, head, scale, divide };
+enum class Does {
+  norm, norm_stream, norm_branch, branch, add, add_norm, add_norm_stream, embed, place, head, scale, divide
+};
 template <>
 struct Words<Does> {
   static constexpr std::pair<std::string_view, Does> all[] = {
@@ -230,6 +244,7 @@ struct Words<Does> {
       {"add_norm", Does::add_norm},
       {"add_norm_stream", Does::add_norm_stream},
       {"embed", Does::embed},
+      {"place", Does::place},
       {"head", Does::head},
       {"scale", Does::scale},
       {"divide", Does::divide}};
@@ -239,7 +254,7 @@ struct Step {
   Does does;
   double scale;  // of the branch that is added, or of x
   std::variant<std::monostate, NormPart, AttentionPart, CrossAttentionPart, ShortConvPart, LinearAttentionPart, MlpPart,
-               MoePart, LayerInputPart, TablePart, HeadPart> part;
+               MoePart, LayerInputPart, TablePart, PlacePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
 };
 // Few tokens of a decoder, or many of an encoder.
@@ -400,8 +415,15 @@ inline bool takes(const LayerInputPart& part, ScalarType type, int64_t columns) 
 inline bool takes(const TablePart& table, ScalarType type, int64_t columns) {
   return takes(table.rows, type, columns, table.rows.outputs);
 }
+inline bool takes(const PlacePart& part, ScalarType type, int64_t columns) {
+  const Array& table = *part.table;
+  return table.scalar_type() == type && table.dim() == 2 && table.size(1) == columns && table.is_contiguous();
+}
 inline bool takes(const HeadPart& head, ScalarType type, int64_t columns) {
-  return takes(head.product, type, columns, head.product.outputs);
+  const Maybe& shift = head.shift;
+  const bool shifts = !shift || (shift->scalar_type() == type && shift->numel() == head.product.outputs &&
+                                 shift->is_contiguous());
+  return shifts && takes(head.product, type, columns, head.product.outputs);
 }
 inline bool takes(const std::monostate&, ScalarType, int64_t) { return true; }
 
@@ -423,8 +445,9 @@ bool run(const Program& program, M& m) {
   for (const Step& step : program.steps) {
     m.last = &step == &program.steps.back();
     const auto* norm = std::get_if<NormPart>(&step.part);
-    if (step.does == Does::branch || step.does == Does::embed || step.does == Does::head) {
-      const Value& from = step.does == Does::embed ? m.x : m.y;
+    const bool makes = step.does == Does::embed || step.does == Does::place || step.does == Does::head;
+    if (step.does == Does::branch || makes) {
+      const Value& from = step.does == Does::branch || step.does == Does::head ? m.y : m.x;
       Value made = std::visit([&](const auto& part) { return m.apply(part, from); }, step.part);
       if (!made) return false;
       if (step.does == Does::branch) {

@@ -1,0 +1,86 @@
+"""Decoding with a model that has an encoder: our loop, or transformers' own loops over steps without its forward.
+
+transformers' `generate`, also that of a model's own class (Whisper), prepares everything and calls `decode_pair` (its
+`custom_generate` hook).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from infuse.cache_names import cache_in
+from infuse.generate.direct import DirectStep, DirectSteps
+from infuse.generate.loop import decode
+from infuse.generate.pair_cache import PairCache
+from infuse.parallel.group import LOCAL, Group
+
+
+def decode_pair(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    group: Group = LOCAL,
+    direct: DirectSteps | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Return what transformers' own loop for this generation config returns, for decoder ids [B, T]."""
+    given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
+    beams = (generation_config.num_beams or 1) > 1
+    ours = type(cache_in(model_kwargs)) is PairCache and generation_config.use_cache
+    if ours and not beams and not generation_config.return_dict_in_generate:
+        more = dict(generation_config=generation_config, streamer=streamer, group=group, direct=direct)
+        return decode(model, input_ids, **given, **more, **model_kwargs)
+    if not beams:
+        given["streamer"] = streamer
+    loop = type(model)._beam_search if beams else type(model)._sample
+    shown = generation_config.output_attentions or generation_config.output_hidden_states
+    stands_for = Follower(model, direct) if ours and direct is not None and not shown else model
+    return loop(stands_for, input_ids, generation_config=generation_config, **given, **model_kwargs)
+
+
+class Follower:
+    """Stands for a model in transformers' loops: its steps of one new token a row are made without its forward."""
+
+    def __init__(self, model: Any, direct: DirectSteps):
+        self._model, self._direct = model, direct
+        self._step: DirectStep | None = None
+        self._outputs: Any = None  # of the last step
+        self._prepared: tuple[Tensor, dict[str, Any]] | None = None  # arguments of a step that is not prepared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """The inputs of a step: none but the ids [B, 1] if it is made without the model's forward."""
+        if self._step is None:
+            return self._model.prepare_inputs_for_generation(input_ids, **kwargs)
+        self._prepared = input_ids, kwargs
+        return {self._direct.ids: input_ids[:, -1:].contiguous()}
+
+    def __call__(self, **inputs: Any) -> Any:
+        if self._step is not None and self._prepared is not None:
+            logits = self._step(inputs[self._direct.ids])
+            if logits is not None:
+                self._outputs.logits = logits
+                return self._outputs
+            input_ids, kwargs = self._prepared
+            self._step, self._prepared = None, None
+            inputs = self._model.prepare_inputs_for_generation(input_ids, **kwargs) | {"return_dict": True}
+            return self._model(**inputs)
+        ids, cache = inputs.get(self._direct.ids), cache_in(inputs)
+        if (
+            self._outputs is None
+            and cache is not None
+            and cache.get_seq_length()
+            and ids is not None
+            and ids.shape[1] == 1
+        ):
+            inputs.pop("return_dict", None)
+            self._outputs, self._step = self._direct.traced(self._model, inputs)
+            return self._outputs
+        return self._model(**inputs)

@@ -1,0 +1,161 @@
+"""StatesCache: keys and values of an encoder's states, the second half of an encoder-decoder's cache.
+
+Rows of a batch that read the same states, such as the beams of one text, share them: they are computed, stored and read
+once, and beams that change places move nothing. `keys` and `values` give each row its own, as transformers' caches do.
+
+Suffixes: R rows of states, H heads, L states, D head width.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from infuse import memory
+from infuse.layers.slot import Slot
+from infuse.ops.cache_rows import dequantize_rows, quantize_rows
+
+
+class StatesSlot(Slot):
+    """One layer's keys and values [R, H, L, D], each row for `repeats` consecutive rows of the batch.
+
+    With format "int8" rows are stored as in ops/cache_rows.py.
+    """
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, format: str | None = None):
+        super().__init__(format=format)
+        self.repeats = 1
+        self._dtype = torch.float32  # of the layer's keys and values
+        self._held: tuple[Tensor, ...] = ()
+
+    @property
+    def storages(self) -> list[Tensor]:
+        """Stored keys and values [R, H, L, D]; none before the first call."""
+        return list(self._held)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return self._of_each_row(0)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self._of_each_row(1)
+
+    def _of_each_row(self, index: int) -> Tensor | None:
+        if not self._held:
+            return None
+        readable = self.readable()[index]
+        return readable if self.repeats == 1 else readable.repeat_interleave(self.repeats, 0)
+
+    def readable(self) -> tuple[Tensor, ...]:
+        """Keys and values [R, H, L, D] in the layer's dtype."""
+        return self._held if self.format is None else tuple(dequantize_rows(each, self._dtype) for each in self._held)
+
+    def fill(self, keys: Tensor, values: Tensor, repeats: int = 1) -> None:
+        """Store keys and values [R, H, L, D], one row after another, for `repeats` rows of the batch each."""
+        self._dtype, self.repeats, self.length = keys.dtype, repeats, keys.shape[2]
+        self._held, self.is_initialized = tuple(map(self._stored, (keys, values))), True
+
+    def _stored(self, states: Tensor) -> Tensor:
+        if self.format is not None:
+            return quantize_rows(states)
+        with torch.inference_mode(False):
+            made = memory.empty(states.shape, states.dtype, states.device)
+        return made.copy_(states.detach())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._held:  # as transformers' caches do
+            keys, values = self.keys, self.values
+            assert keys is not None and values is not None
+            key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
+        self.fill(key_states, value_states)
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        return keys, values
+
+    @property
+    def rows(self) -> int:
+        return self._held[0].shape[0] * self.repeats if self._held else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length, 0
+
+    def reset(self) -> None:
+        self._held, self.length, self.repeats, self.is_initialized = (), 0, 1, False
+
+    def crop(self, tokens: int) -> None:
+        self.length = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
+        self._held = tuple(each[:, :, : self.length] for each in self._held)
+
+    def rewind(self, tokens: int) -> int:
+        return tokens
+
+    def copied(self) -> StatesSlot:
+        slot = copy.copy(self)
+        slot._held = tuple(each.clone() for each in self._held)
+        return slot
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeats *= repeats
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def _select(self, rows: Tensor) -> None:
+        if not self._held:
+            return
+        sources = (rows // self.repeats).tolist()
+        together = sources[:: self.repeats]
+        if [source for source in together for _ in range(self.repeats)] != sources:
+            together, self.repeats = sources, 1
+        if together != list(range(self._held[0].shape[0])):
+            index = torch.tensor(together, device=self._held[0].device)
+            self._held = tuple(each.index_select(0, index) for each in self._held)
+
+
+class StatesCache(Cache):
+    """Slots of an encoder's states, behind transformers' protocol for caches."""
+
+    layers: list[Any]  # StatesSlots
+
+    def __init__(self, format: str | None = None):
+        self.format = format
+        self._repeats: tuple[Tensor | None, int] = None, 1
+        super().__init__(layer_class_to_replicate=partial(StatesSlot, format))  # type: ignore[arg-type]
+
+    def slot(self, index: int) -> StatesSlot:
+        """Return the slot of layer `index`, creating it if necessary."""
+        while len(self.layers) <= index:
+            self.layers.append(StatesSlot(self.format))
+        return self.layers[index]
+
+    def repeats_of(self, states: Tensor) -> int:
+        """How many consecutive rows of states [B, L, C] are equal: 1 if it is not the same number in all of the batch.
+
+        Each layer of a call asks for the same tensor.
+        """
+        if self._repeats[0] is not states:
+            self._repeats = states, _repeats_of(states)
+        return self._repeats[1]
+
+    def reset(self) -> None:
+        super().reset()
+        self._repeats = None, 1
+
+
+def _repeats_of(states: Tensor) -> int:
+    batch = max(states.shape[0], 1)
+    if states.device.type != "cpu":  # counting would make the host wait there
+        return 1
+    equal = [torch.equal(states[row], states[row - 1]) for row in range(1, batch)]
+    starts = [0, *(row for row, same in enumerate(equal, 1) if not same)]
+    each = starts[1] if len(starts) > 1 else batch
+    return each if [*range(0, batch, each)] == starts and batch % each == 0 else 1
