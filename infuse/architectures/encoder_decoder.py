@@ -10,17 +10,27 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from infuse.architectures.attention import Attention, Rotary, Separate
-from infuse.architectures.bind import Binder
+from infuse.architectures.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.bind import Binder, FoundLinear
 from infuse.architectures.layer import READING, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
 from infuse.architectures.norm import LAYER, RMS, Norm
+from infuse.architectures.packing import BLOCKS
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Share
 from infuse.architectures.program import ADD, ATTENTION, NORM, NORM_BRANCH, NORM_STREAM, Program, Step
 from infuse.architectures.program import MLP as MLP_STEP
+from infuse.parallel.slices import Span
 
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 CROSS, CROSS_NORM = "encoder_attn", "cross_norm"  # names of the parts
+
+
+@dataclass(frozen=True)
+class PackedKeys:
+    """Keys and values in one linear, [k | v], beside that of the queries."""
+
+    q: str
+    kv: str
 
 
 @dataclass(frozen=True)
@@ -30,34 +40,36 @@ class CrossAttention:
     `heads`, `width` (of a head) and `scale`: attributes of `module`, or the number; `width` tells the heads, too. Fewer
     keys than queries are shared. `softcap`: an attribute. `inner`: the module inside it that has these attributes, if
     it has none itself. `passes`: keywords that the module passes to its attention function. `by_name`: False if the
-    module computes its scores itself.
+    module computes its scores itself. `masked`: False if it looks at no mask.
     """
 
     module: str
-    qkv: Separate
+    qkv: Separate | PackedKeys
     out: str
     heads: str = "num_heads"
-    scale: str | float = "scaling"
+    scale: str | float | None = "scaling"
     inner: str = ""
     width: str = ""
     softcap: str = ""
     passes: tuple[str, ...] = ()
     by_name: bool = True
+    masked: bool = True
 
     def bind(self, binder: Binder, name: str) -> CrossAttentionShape:
         settings = f"{self.module}.{self.inner}" if self.inner else self.module
-        paths = (self.qkv.q, self.qkv.k, self.qkv.v, self.out)
-        q, k, v, out = (binder.linear(path) for path in paths)
+        q, out = binder.linear(self.qkv.q), binder.linear(self.out)
+        k, v = self._keys_and_values(binder, name)
+        paths = [self.qkv.q, *self._paths(), self.out]
         counted = binder.own_count(settings, self.width or self.heads)
         width = counted if self.width else q.rows // counted
         heads, kv_heads = q.rows // width, k.rows // max(width, 1)
         if not (q.rows == out.columns == heads * width and k.rows == v.rows == kv_heads * width):
             binder.differ(f"{', '.join(paths)} are not of heads of {width}")
         if kv_heads == 0 or heads % kv_heads:
-            binder.differ(f"{heads} heads of {self.qkv.q} do not share the {kv_heads} of {self.qkv.k}")
+            binder.differ(f"{heads} heads of {self.qkv.q} do not share {kv_heads} of keys")
         if k.columns != v.columns:
-            binder.differ(f"{self.qkv.k} and {self.qkv.v} do not read the same states")
-        for target, path, linear in zip(("q", "k", "v", "out"), paths, (q, k, v, out), strict=True):
+            binder.differ(f"{' and '.join(self._paths())} do not read the same states")
+        for target, path, linear in (("q", self.qkv.q, q), ("out", self.out, out)):
             binder.fill_linear(f"{name}.{target}", (path,), linear.bias)
         return CrossAttentionShape(
             name=name,
@@ -71,10 +83,27 @@ class CrossAttention:
             softcap=float(binder.attribute(settings, self.softcap) or 0.0) if self.softcap else 0.0,
             passes=self.passes,
             by_name=self.by_name,
+            mask_argument=STATES_MASK if self.masked else "",
             replaces=(settings, self.module) if self.inner else (self.module,),
         )
 
+    def _paths(self) -> tuple[str, ...]:
+        return (self.qkv.kv,) if isinstance(self.qkv, PackedKeys) else (self.qkv.k, self.qkv.v)
+
+    def _keys_and_values(self, binder: Binder, name: str) -> list[FoundLinear]:
+        linears = [binder.linear(path) for path in self._paths()]
+        if len(linears) == 1:
+            kv = linears[0]
+            linears = [replace(kv, rows=kv.rows // 2)] * 2
+        for number, (target, linear) in enumerate(zip(("k", "v"), linears, strict=True)):
+            path = self._paths()[number if len(self._paths()) > 1 else 0]
+            rows = () if len(self._paths()) > 1 else (Span(0, number * linear.rows, (number + 1) * linear.rows),)
+            binder.fill_linear(f"{name}.{target}", (path,), linear.bias, rows=rows)
+        return linears
+
     def _scale(self, binder: Binder, settings: str, width: int) -> float:
+        if self.scale is None:
+            return 1 / math.sqrt(max(width, 1))
         found = binder.attribute(settings, self.scale) if isinstance(self.scale, str) else self.scale
         if isinstance(found, (int, float)):
             return float(found)
@@ -296,6 +325,38 @@ BERT = LayerSpec(
     values=(STATES, STATES_MASK),
     when=(("is_decoder", True), ("add_cross_attention", True)),
 )  # fmt: skip
+# Its layers give the mask of the states under a name that their attention does not read.
+BLIP = BERT.but(
+    layer=_M + "blip.modeling_blip_text.BlipTextLayer",
+    attn=dict(by_name=False, causal=False),
+    more=(
+        ("crossattention", CrossAttention(
+            "crossattention", Separate(_OUTER + "query", _OUTER + "key", _OUTER + "value"),
+            "crossattention.output.dense", heads="num_attention_heads", scale=None, inner="self", by_name=False,
+            masked=False)),
+        (CROSS_NORM, Norm("crossattention.output.LayerNorm", LAYER)),
+    ),
+    values=(STATES,),
+    unread=(STATES_MASK,),
+    when=(("is_decoder", True),),
+)  # fmt: skip
+GPT2 = LayerSpec(
+    layer=_M + "gpt2.modeling_gpt2.GPT2Block",
+    norm1=Norm("ln_1", LAYER),
+    attn=Attention(module="attn", qkv=Packed("attn.c_attn", BLOCKS), out="attn.c_proj"),
+    norm2=Norm("ln_2", LAYER),
+    mlp=MLP("mlp.c_fc", "mlp.c_proj", "activation_function"),
+    transposed=True,
+    more=(
+        ("crossattention", CrossAttention(
+            "crossattention", PackedKeys("crossattention.q_attn", "crossattention.c_attn"), "crossattention.c_proj")),
+        (CROSS_NORM, Norm("ln_cross_attn", LAYER)),
+    ),
+    program=before_norms("attn", "crossattention"),
+    values=(STATES, STATES_MASK),
+    when=(("add_cross_attention", True),),
+    expect=(("reorder_and_upcast_attn", False),),
+)  # fmt: skip
 _LIKE_BERT = (
     "bert.modeling_bert.BertLayer", "bert_generation.modeling_bert_generation.BertGenerationLayer",
     "camembert.modeling_camembert.CamembertLayer", "data2vec.modeling_data2vec_text.Data2VecTextLayer",
@@ -322,5 +383,7 @@ SPECS = (
     CANARY,
     MOONSHINE,
     T5GEMMA,
+    BLIP,
+    GPT2,
     *(BERT.but(layer=_M + layer) for layer in _LIKE_BERT),
 )

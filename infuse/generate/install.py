@@ -254,7 +254,8 @@ def _direct_steps(module: nn.Module) -> DirectSteps:
 
 def _generate_own(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `generate` that a library's class defines, which passes our loop to transformers' own."""
-    decoding = _Asked(self, kwargs).loop_of_pair(self._infuse)
+    names = [*inspect.signature(type(self).generate).parameters][1:]
+    decoding = _Asked(self, {**dict(zip(names, args, strict=False)), **kwargs}).loop_of_pair(self._infuse)
     return type(self).generate(self, *args, **kwargs, **({_LOOP: decoding} if decoding else {}))
 
 
@@ -361,7 +362,9 @@ class _Asked:
             return None
         if any(self.value(name) for name in (*_NOT_OURS_OF_PAIRS, *_SPECULATE)) or self._kwargs.get(_LOOP) is not None:
             return None
-        streamer = self._kwargs.get("streamer")
+        streamer, beams = self._kwargs.get("streamer"), self.value("num_beams") or 1
+        if (self.value("num_beam_groups") or 1) > 1 or (streamer is not None and beams > 1):
+            return None  # transformers refuses them, and would not if it were given a loop
         return partial(decode_pair, streamer=streamer, group=installed.group, direct=installed.direct)
 
     def refuse_candidates(self) -> None:

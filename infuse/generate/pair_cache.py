@@ -9,6 +9,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from infuse.authors import is_librarys
+from infuse.cache_names import cache_in
 from infuse.generate.loop import CACHE_NAME
 from infuse.layers.cache import KVCache
 from infuse.layers.states_slot import StatesCache
@@ -41,10 +42,14 @@ def is_pair(module: Any) -> bool:
 
 
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Prepare the cache as the model's class does, and put ours in the place of new dynamic ones."""
+    """Prepare the cache as the model's class does, and put ours in the place of new dynamic ones.
+
+    One that the caller gave, or asked for, stays.
+    """
+    callers = cache_in(model_kwargs) is not None or generation_config.cache_implementation not in (None, "dynamic")
     result = getattr(type(self), PREPARES)(self, generation_config, model_kwargs, *args, **kwargs)
     cache = model_kwargs.get(CACHE_NAME)
-    if type(cache) is EncoderDecoderCache and _is_new(cache.self_attention_cache):
+    if not callers and type(cache) is EncoderDecoderCache and _is_new(cache.self_attention_cache):
         theirs, format = cache.cross_attention_cache, self._infuse.kv_cache
         model_kwargs[CACHE_NAME] = PairCache(KVCache(format=format), StatesCache(format) if _is_new(theirs) else theirs)
     return result

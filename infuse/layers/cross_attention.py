@@ -149,7 +149,7 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
 
     def _mask(self, inputs: Inputs, length: int) -> Tensor | None:
         """The states that may be attended to, [B or 1, 1 or heads, T or 1, L]."""
-        mask, shape = inputs.values[STATES_MASK], self.shape
+        mask, shape = inputs.values.get(STATES_MASK), self.shape
         if mask is None or inputs.more is not None:
             return mask
         check_mask(mask, f"{shape.name} ({STATES_MASK})")

@@ -78,6 +78,11 @@ def _trocr(**values: Any) -> Any:
     return t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=2, pad_token_id=0)
 
 
+def _vit_gpt2(**values: Any) -> Any:
+    halves = t.ViTConfig(**_VIT), t.GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
+    return t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=2, pad_token_id=0)
+
+
 MORE = [
     Family("bigbird-pegasus", t.BigBirdPegasusConfig, t.BigBirdPegasusForConditionalGeneration, "text",
            dict(_TEXT, attention_type="original_full")),
@@ -86,6 +91,7 @@ MORE = [
     Family("t5gemma", _t5gemma, t.T5GemmaForConditionalGeneration, "text"),  # type: ignore[arg-type]
     Family("two-berts", _two_berts, t.EncoderDecoderModel, "text"),  # type: ignore[arg-type]
     Family("trocr", _trocr, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]
+    Family("vit-gpt2", _vit_gpt2, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]
     Family("moonshine", t.MoonshineConfig, t.MoonshineForConditionalGeneration, "speech", _MOONSHINE),
 ]  # fmt: skip
 ENCODER_DECODERS = [*TEXTS, *T5, *SPEECH, *MORE]

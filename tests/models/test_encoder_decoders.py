@@ -23,7 +23,7 @@ from infuse.generate.pair_cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, TEXTS, both, encoded, made
-from tests.models.families import Family
+from tests.models.families import Family, enlarge
 from tests.support.ranks import Ranks
 
 EXACT = 5e-5
@@ -332,3 +332,24 @@ def test_assisted_answers(name: str) -> None:
     answers = [model.generate(**given, assistant_model=copy.deepcopy(assistant), max_new_tokens=10)
                for model in (original, engine)]  # fmt: skip
     assert torch.equal(*answers)
+
+
+def test_blip_captions() -> None:
+    """A decoder whose model hands it states from a vision tower, without an encoder of its own, and ignores their mask."""
+    text = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96,
+                max_position_embeddings=64, encoder_hidden_size=32, bos_token_id=3, eos_token_id=2, sep_token_id=2,
+                pad_token_id=0)  # fmt: skip
+    sight = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16,
+                 patch_size=4)  # fmt: skip
+    torch.manual_seed(0)
+    original = t.BlipForConditionalGeneration(t.BlipConfig(text_config=text, vision_config=sight)).eval()
+    enlarge(original)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    assert sum(isinstance(module, Block) for module in engine.module.modules()) == 4
+    given = {"pixel_values": torch.randn(2, 3, 16, 16), "input_ids": torch.tensor([[3, 7, 8], [3, 9, 5]])}
+    for asked in ({}, {"num_beams": 3}):
+        answers = [model.generate(**given, max_new_tokens=9, **asked) for model in (original, engine)]
+        assert torch.equal(*answers)
+    with torch.no_grad():
+        exact, found = (model(**given).logits for model in (original, engine))
+    assert_near(found, exact)
