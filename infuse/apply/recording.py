@@ -27,7 +27,7 @@ _Record = Callable[[Mapping[str, nn.Module], Mapping[str, Call]], dict[str, list
 
 def of_blocks(trial: Trial, steps: Sequence[Step]) -> Cases:
     """Record runs of the nearest model around each layer that runs and calls it."""
-    by_call: dict[tuple[bool, tuple[str, ...], bool, bool], list[str]] = {}
+    by_call: dict[tuple[bool, tuple[tuple[str, int], ...], bool, bool], list[str]] = {}
     for step in steps:
         assert isinstance(step.shape, LayerShape), step
         key = step.decodes, step.shape.states, step.shape.convolves, step.shape.pairs

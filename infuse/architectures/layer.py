@@ -165,9 +165,10 @@ class LayerShape(ProgramShape):
         return {name: part for name, part in self.held if isinstance(part, MixerShape)}
 
     @property
-    def states(self) -> tuple[str, ...]:
-        """Arguments that attention goes over: states of an encoder."""
-        return tuple(step.over for step in self.program if step.over and step.part in self.mixers)
+    def states(self) -> tuple[tuple[str, int], ...]:
+        """Arguments that attention goes over, states of an encoder, and their widths, 0 for that of the layer."""
+        over = [(step.over, self.mixers[step.part]) for step in self.program if step.over and step.part in self.mixers]
+        return tuple((name, getattr(mixer, "states_width", 0)) for name, mixer in over)
 
     @property
     def pairs(self) -> bool:

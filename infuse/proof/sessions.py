@@ -35,8 +35,9 @@ class Session:
     The model runs on a cache from `make_cache`. New modules also run on caches from `also`, if the same arguments
     mean the same there. `texts`: each row holds two texts, separated by a 4-d mask. `paged`: they are packed as in
     continuous batching, with the cache that it passes to the attention function. `window`: length of sliding windows.
-    `states`: arguments that receive encoder states. `frames`: a third of the frames is padding, the last of one row and
-    the first of another. An `optional` session that the model refuses yields no case.
+    `states`: arguments that receive encoder states, and their widths, 0 for the model's. `frames`: a third of the
+    frames is padding, the last of one row and the first of another. An `optional` session that the model refuses yields
+    no case.
     """
 
     label: str
@@ -48,7 +49,7 @@ class Session:
     texts: bool = False
     paged: bool = False
     window: int | None = None
-    states: tuple[str, ...] = ()
+    states: tuple[tuple[str, int], ...] = ()
     frames: bool = False
     optional: bool = True
 
@@ -69,7 +70,7 @@ def block_sessions(
     model: nn.Module,
     decodes: bool,
     kv_cache: str | None = None,
-    states: tuple[str, ...] = (),
+    states: tuple[tuple[str, int], ...] = (),
     *,
     recurs: bool = False,
     convolves: bool = False,
@@ -77,7 +78,7 @@ def block_sessions(
 ) -> list[Session]:
     """Return the sessions to prove a block on; those with a cache only if it `decodes`.
 
-    `kv_cache`: format of our cache to prove it on as well. `states`: arguments that receive encoder states. `recurs`: a
+    `kv_cache`: format of our cache to prove it on as well. `states`: as in Session. `recurs`: a
     block has a recurrent state, which originals do not keep in our cache. `convolves`: the blocks read the frames
     around each. `pairs`: states have a cache of their own.
     """
@@ -221,8 +222,8 @@ def session_inputs(
         more |= _packed(session.tokens[0], sample.device)
     if cache is not None:
         more = {cache_argument(type(model).forward) or FORMER: cache, "use_cache": True}
-    width = getattr(getattr(model, "config", None), "hidden_size", 1)
-    more |= {name: make("values", (session.batch, ENCODED, width)) for name in session.states}
+    own = getattr(getattr(model, "config", None), "hidden_size", 1)
+    more |= {name: make("values", (session.batch, ENCODED, width or own)) for name, width in session.states}
     if session.padded and STATES_MASK in inspect.signature(type(model).forward).parameters and session.states:
         of_states = torch.ones(session.batch, ENCODED, dtype=torch.long, device=sample.device)
         of_states[0, -PADDING:] = 0

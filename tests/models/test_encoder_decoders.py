@@ -335,7 +335,7 @@ def test_assisted_answers(name: str) -> None:
 
 
 def test_blip_captions() -> None:
-    """A decoder whose model hands it states from a vision tower, without an encoder of its own, and ignores their mask."""
+    """A decoder that reads states of a vision tower, of another width, and ignores their mask."""
     text = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96,
                 max_position_embeddings=64, encoder_hidden_size=32, bos_token_id=3, eos_token_id=2, sep_token_id=2,
                 pad_token_id=0)  # fmt: skip
