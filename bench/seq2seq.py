@@ -1,11 +1,12 @@
 """Encoder-decoders: the encoder and the steps of an answer, beside transformers in bfloat16.
 
     python bench/seq2seq.py [--models t5-small t5-base opus-mt whisper-tiny whisper-base whisper-small]
-                            [--formats bfloat16 int8] [--beams 4] [--tokens 32] [--rounds 5] [--out FILE.md]
+                            [--formats bfloat16 int8 int8:a8 int8+kv] [--ctranslate2] [--beams 4] [--tokens 32]
+                            [--rounds 5] [--out FILE.md]
 
 Random weights; a sentence of 40 tokens, or 30 seconds of sound. Contestants take turns. A token's bound are the bytes
 that it reads: the decoder's matrices but those of the states' keys and values, the head, and these keys and values,
-over the rate at which memory is read between the rounds.
+over the rate at which memory is read between the rounds. `int8+kv`: with an int8 cache, of the states' keys, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,7 @@ from infuse.profile.probe import MemoryReader
 from report import markdown, show
 
 SENTENCE = 40
+FIRST = "transformers bfloat16"
 
 
 def _t5(width: int, layers: int, heads: int, inner: int) -> Callable[[], Any]:
@@ -71,10 +74,17 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(3, 30000, (1, SENTENCE), generator=generator)}
 
 
-def bytes_of_token(name: str, model: Any) -> int:
+def bytes_of_token(name: str, model: Any, bytes_of_state: int) -> int:
     """Bytes of a step: the decoder without the matrices of the states' keys and values, the head, these keys."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    of_states = (".encoder_attn.k", ".encoder_attn.v", ".EncDecAttention.k", ".EncDecAttention.v")
+    of_states = (
+        ".encoder_attn.k",
+        ".encoder_attn.v",
+        ".EncDecAttention.k",
+        ".EncDecAttention.v",
+        ".cross.k",
+        ".cross.v",
+    )
     table = {id(each) for each in (*decoder.get_input_embeddings().parameters(),
                                    *decoder.get_input_embeddings().buffers())}  # fmt: skip
     tensors = {id(each): each for part in (decoder, head) for path, each in (*part.named_parameters(),
@@ -84,52 +94,84 @@ def bytes_of_token(name: str, model: Any) -> int:
     config, states = model.config, 1500 if name.startswith("whisper") else SENTENCE
     layers = getattr(config, "decoder_layers", None) or config.num_decoder_layers
     width = getattr(config, "d_kv", 0) * getattr(config, "num_heads", 0) or config.d_model
-    return read + layers * 2 * states * width * 2
+    return read + layers * 2 * states * width * bytes_of_state
 
 
-def seconds_of_token(model: Any, given: Any, tokens: int, **how: Any) -> float:
+@dataclass
+class Contestant:
+    """A model of PyTorch, with the bytes of an entry of its cache."""
+
+    model: Any
+    bytes_of_state: int = 2
+
+    def encode(self, given: Any) -> None:
+        self.model.get_encoder()(**given)
+
+    def generate(self, given: Any, tokens: int, beams: int) -> None:
+        how = dict(num_beams=beams) if beams > 1 else {}
+        self.model.generate(**given, **how, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
+
+
+def seconds_of_token(contestant: Any, given: Any, tokens: int, beams: int) -> float:
     """Seconds of a later token: a long answer less a short one."""
 
     def run(count: int) -> float:
         start = time.perf_counter()
-        model.generate(**given, **how, do_sample=False, max_new_tokens=count, min_new_tokens=count)
+        contestant.generate(given, count, beams)
         return time.perf_counter() - start
 
     short = run(4)
     return (run(4 + tokens) - short) / tokens
 
 
-def measure(name: str, args: argparse.Namespace, table: Table, reader: MemoryReader) -> None:
-    contestants: dict[str, Any] = {"transformers bfloat16": made(name)}
+def contestants_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {FIRST: Contestant(made(name))}
     for format in args.formats:
-        quant = {} if format == "bfloat16" else {"quant": format}
-        engine = infuse.init_inference(made(name), dtype=torch.bfloat16, progress=False, **quant)
-        contestants[f"infuse {format}"] = engine.module
+        quant, _, kv = format.partition("+")
+        more: dict[str, Any] = {} if quant == "bfloat16" else {"quant": quant}
+        more |= {"kv_cache": "int8"} if kv else {}
+        engine = infuse.init_inference(made(name), dtype=torch.bfloat16, progress=False, **more)
+        found[f"infuse {format}"] = Contestant(engine.module, 1 if kv else 2)
+    if args.ctranslate2:
+        from ctranslate2_models import CTranslate2
+
+        found["CTranslate2 int8"] = CTranslate2(name, made(name))
+    return found
+
+
+def measure(name: str, args: argparse.Namespace, table: Table, reader: MemoryReader) -> None:
+    contestants = contestants_of(name, args)
     given, figures = inputs(name), {who: ([], [], []) for who in contestants}
     reads: list[float] = []
     with torch.inference_mode():
         for turn in range(args.rounds + 1):
-            for who, model in contestants.items():
+            for who, contestant in contestants.items():
                 start = time.perf_counter()
-                model.get_encoder()(**given)
+                if isinstance(contestant, Contestant) or contestant.reads_sound:
+                    contestant.encode(given)
                 encoder = time.perf_counter() - start
-                greedy = seconds_of_token(model, given, args.tokens)
-                beams = seconds_of_token(model, given, args.tokens, num_beams=args.beams)
+                greedy = seconds_of_token(contestant, given, args.tokens, 1)
+                beams = seconds_of_token(contestant, given, args.tokens, args.beams)
                 start = time.perf_counter()
                 reader()
                 reads.append(reader.size_bytes / (time.perf_counter() - start))
                 if turn:  # the first one warms up
                     for column, seconds in zip(figures[who], (encoder, greedy, beams), strict=True):
                         column.append(seconds)
-    first = [median(column) for column in figures["transformers bfloat16"]]
+    first = [median(column) for column in figures[FIRST]]
     for who, columns in figures.items():
-        middle = [median(column) for column in columns]
-        share = bytes_of_token(name, contestants[who]) / middle[1] / median(reads)
+        middle, contestant = [median(column) for column in columns], contestants[who]
         cells = [
             f"{seconds * 1e3:.2f} ({before / seconds:.2f} x)" for seconds, before in zip(middle, first, strict=True)
         ]
-        table.add_row(name, who, *cells, f"{share:.2f}")
-        print(name, who, *cells, f"{share:.2f}", flush=True)
+        share = ""
+        if isinstance(contestant, Contestant):
+            read = bytes_of_token(name, contestant.model, contestant.bytes_of_state)
+            share = f"{read / middle[1] / median(reads):.2f}"
+        elif not contestant.reads_sound:
+            cells[0] = ""
+        table.add_row(name, who, *cells, share)
+        print(name, who, *cells, share, flush=True)
     contestants.clear()
     gc.collect()
 
@@ -138,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8"])
+    parser.add_argument("--ctranslate2", action="store_true", help="if it is installed")
     for name, value in dict(beams=4, tokens=32, rounds=5).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="append the report to this file")
