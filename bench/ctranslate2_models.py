@@ -51,8 +51,8 @@ class CTranslate2:
     def generate(self, given: dict[str, torch.Tensor], tokens: int, beams: int) -> None:
         """Generate so many tokens; the encoder runs, too."""
         if self.reads_sound:
-            prompt = [[50258, 50363]]
-            answer = self.model.generate(_sound(given), prompt, beam_size=beams, max_length=tokens + 3,
+            prompt = [[50258, 50363]]  # beside which at most half of the length is made
+            answer = self.model.generate(_sound(given), prompt, beam_size=beams, max_length=2 * tokens,
                                          suppress_blank=False, suppress_tokens=[50257])  # fmt: skip
             made = len(answer[0].sequences_ids[0])
         else:

@@ -353,3 +353,39 @@ def test_blip_captions() -> None:
     with torch.no_grad():
         exact, found = (model(**given).logits for model in (original, engine))
     assert_near(found, exact)
+
+
+BERTS = ["Roberta", "XLMRoberta", "Camembert", "Electra", "Ernie", "Data2VecText", "RoCBert", "BertGeneration"]
+
+
+@pytest.mark.parametrize("kind", BERTS)
+def test_decoders_like_berts(kind: str) -> None:
+    sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96,
+                 max_position_embeddings=64)  # fmt: skip
+    halves = t.BertConfig(**sizes), getattr(t, f"{kind}Config")(**sizes)
+    config = t.EncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=2, pad_token_id=0)
+    torch.manual_seed(0)
+    original = t.EncoderDecoderModel(config).eval()
+    enlarge(original)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    assert sum(isinstance(module, Block) for module in engine.module.modules()) == 4
+    given = encoded(BY_NAME["bart"], padding="right")
+    answers = [
+        model.generate(**given, num_beams=2, max_new_tokens=6, eos_token_id=None) for model in (original, engine)
+    ]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", ["marian", "t5", "mbart"])
+def test_encoders_may_skip_padding(name: str) -> None:
+    """The decoder masks the states of padding, which are zeros then: nothing else changes."""
+    original, _ = pair(name)
+    engine = infuse.init_inference(made(BY_NAME[name]), dtype="fp32", progress=False, skip_padding=True)
+    given = encoded(BY_NAME[name])
+    given["attention_mask"][0, 4:] = given["attention_mask"][1, 6:] = 0
+    for how in ({}, {"num_beams": 3}):
+        answers = [model.generate(**given, max_new_tokens=8, **how) for model in (original, engine)]
+        assert torch.equal(*answers)
+    with torch.no_grad():
+        states = engine.module.get_encoder()(**given).last_hidden_state
+    assert bool((states[0, 4:] == states[0, 5]).all())
