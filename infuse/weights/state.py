@@ -52,10 +52,15 @@ class Original:
         if any(self.stored[fill.target][0] not in self.shapes for fill in self.fills):
             _refuse_offloading()
         made: dict[str, Tensor] = {}
+        parts: dict[str, list[tuple[int, Tensor]]] = {}  # of sources of which several targets have some rows each
         for fill in self.fills:
             target = self._target(fill, module, state, prefix)
-            if target is not None:
-                made |= source_tensors(fill, target, self.shapes)
+            for name, tensor in ({} if target is None else source_tensors(fill, target, self.shapes)).items():
+                if tensor.shape == self.shapes[name] or not fill.rows:
+                    made[name] = tensor
+                else:
+                    parts.setdefault(name, []).append((fill.rows[0].start, tensor.t() if fill.transposed else tensor))
+                    made[name] = _joined(parts[name], transposed=fill.transposed)
         state.update({prefix + name: made[name] for name in self.shapes if name in made})
 
     def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
@@ -147,6 +152,12 @@ class Original:
                 "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`; as many ranks "
                 "load it with checkpoint=FOLDER"
             )
+
+
+def _joined(parts: list[tuple[int, Tensor]], *, transposed: bool) -> Tensor:
+    """The rows of a source, of which each part has those from its first number on."""
+    rows = torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])])
+    return rows.t().contiguous() if transposed else rows
 
 
 def _stored(fill: Fill, module: nn.Module) -> tuple[str, ...]:

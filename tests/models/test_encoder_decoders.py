@@ -89,7 +89,9 @@ def test_answers(name: str, way: str) -> None:
         assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5"])
+@pytest.mark.parametrize(
+    "name", ["bart", "mbart", "whisper", "t5", "umt5", "trocr", "seamless", "moonshine", "t5gemma", "two-berts"]
+)
 def test_scores_states_and_attentions_of_an_answer(name: str) -> None:
     original, engine = (copy.deepcopy(each) for each in pair(name))
     for model in (original, engine.module):
@@ -267,7 +269,11 @@ def of_rank(name: str) -> tuple[Tensor, Tensor, Tensor, int]:
     return logits, *answers, sum(isinstance(module, Block) for module in engine.module.modules())
 
 
-@pytest.mark.parametrize(("name", "size"), [("bart", 2), ("mbart", 3), ("whisper", 2), ("t5", 3), ("umt5", 2)])
+RANKS = [("bart", 2), ("mbart", 3), ("whisper", 2), ("t5", 3), ("umt5", 2), ("t5gemma", 2), ("t5gemma", 3),
+         ("moonshine", 2), ("trocr", 3), ("vit-gpt2", 2), ("seamless", 2), ("two-berts", 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "size"), RANKS)
 def test_ranks(name: str, size: int, ranks: Ranks) -> None:
     """Heads of both attentions are shared, keys and values of the states, too."""
     original, family = made(BY_NAME[name]), BY_NAME[name]
@@ -280,7 +286,7 @@ def test_ranks(name: str, size: int, ranks: Ranks) -> None:
         assert blocks == 4 and torch.equal(greedy, answers[0]) and torch.equal(beams, answers[1])
 
 
-@pytest.mark.parametrize("name", ["bart", "whisper", "t5"])
+@pytest.mark.parametrize("name", ["bart", "whisper", "t5", "t5gemma", "moonshine", "vit-gpt2", "trocr", "two-berts"])
 def test_checkpoints_and_state_dicts(name: str, tmp_path: Path) -> None:
     """Weights come from files, and go back to files, under the original's names."""
     family = BY_NAME[name]
