@@ -239,6 +239,12 @@ TROCR = BART.but(
     more=((CROSS, CrossAttention(CROSS, _projections(CROSS), f"{CROSS}.out_proj", by_name=False)), MBART.more[1]),
     returns=READING,
 )
+SPEECHT5 = TROCR.but(
+    layer=_M + "speecht5.modeling_speecht5.SpeechT5DecoderLayer",
+    mlp=dict(up="feed_forward.intermediate_dense", down="feed_forward.output_dense", activation="hidden_act"),
+)
+_OF_TEXT = dict(heads="num_attention_heads", kv_heads="num_attention_heads")
+MUSICGEN = MBART.but(layer=_M + "musicgen.modeling_musicgen.MusicgenDecoderLayer", attn=_OF_TEXT)
 _FFN = dict(up="ffn.fc1", down="ffn.fc2")
 SEAMLESS = MBART.but(
     layer=_M + "seamless_m4t.modeling_seamless_m4t.SeamlessM4TDecoderLayer",
@@ -367,6 +373,7 @@ _LIKE_BERT = (
 SPECS = (
     BART,
     TROCR,
+    SPEECHT5,
     BART.but(layer=_M + "plbart.modeling_plbart.PLBartDecoderLayer"),
     BART.but(layer=_M + "marian.modeling_marian.MarianDecoderLayer"),
     BART.but(layer=_M + "blenderbot_small.modeling_blenderbot_small.BlenderbotSmallDecoderLayer"),
@@ -377,6 +384,8 @@ SPECS = (
     MBART.but(layer=_M + "blenderbot.modeling_blenderbot.BlenderbotDecoderLayer"),
     MBART.but(layer=_M + "speech_to_text.modeling_speech_to_text.Speech2TextDecoderLayer"),
     MBART.but(layer=_M + "whisper.modeling_whisper.WhisperDecoderLayer"),
+    MUSICGEN,
+    MUSICGEN.but(layer=_M + "musicgen_melody.modeling_musicgen_melody.MusicgenMelodyDecoderLayer"),
     SEAMLESS,
     SEAMLESS.but(layer=_M + "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2DecoderLayer"),
     NLLB_MOE,

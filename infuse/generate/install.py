@@ -144,7 +144,7 @@ def install(
         module.generate = partial(generate, module)  # type: ignore[assignment]
         if caches and getattr(module, _STATEFUL, False):
             setattr(module, _STATEFUL, False)
-    elif isinstance(direct, PairSteps) and is_librarys(getattr(type(module), "generate", None)):
+    elif isinstance(direct, PairSteps) and _passes_on(type(module)):
         module.generate = partial(_generate_own, module)  # type: ignore[assignment]
     if caches:
         install_pair(module)
@@ -246,6 +246,19 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     finally:
         if graphed is not None:
             graphed.end(keep=getattr(result, CACHE_NAME, None) is graphed)
+
+
+def _passes_on(cls: type) -> bool:
+    """Whether a library's class has a `generate` of its own that passes what it does not know to transformers'."""
+    if not is_librarys(getattr(cls, "generate", None)):
+        return False
+    own = [kind for kind in cls.__mro__ if issubclass(kind, GenerationMixin) and kind is not GenerationMixin]
+    methods = (value for kind in own for value in vars(kind).values())
+    codes = [
+        function.__code__ for value in methods for function in with_wrapped(value) if isinstance(function, FunctionType)
+    ]
+    passes = any("generate" in code.co_names and "__class__" in code.co_freevars for code in codes)
+    return passes and not any("_sample" in code.co_names for code in codes)
 
 
 def _direct_steps(module: nn.Module) -> DirectSteps:

@@ -191,7 +191,10 @@ def _same(actual: Tensor, wanted: Tensor) -> bool:
 
 @contextmanager
 def shortened(model: nn.Module, keep: Iterable[nn.Module]) -> Iterator[None]:
-    """Run `model` with one layer per class in each list of layers, plus the layers that contain a module of `keep`."""
+    """Run `model` with one layer per class in each list of layers, plus the layers that contain a module of `keep`.
+
+    Linears in a list, such as one head for each codebook, are no layers of a chain.
+    """
     kept = {id(module) for module in keep}
     with ExitStack() as undo:
         hooks = undo.enter_context(TemporaryHooks())
@@ -202,7 +205,7 @@ def shortened(model: nn.Module, keep: Iterable[nn.Module]) -> Iterator[None]:
                 if like not in first:
                     first[like] = []
                     hooks.after(layer, partial(_note, first[like]))
-                elif not any(id(module) in kept for module in layer.modules()):
+                elif any(True for _ in layer.children()) and not any(id(each) in kept for each in layer.modules()):
                     _skip(layer, first[like], undo)
         yield
 

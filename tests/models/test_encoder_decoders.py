@@ -395,3 +395,45 @@ def test_encoders_may_skip_padding(name: str) -> None:
     with torch.no_grad():
         states = engine.module.get_encoder()(**given).last_hidden_state
     assert bool((states[0, 4:] == states[0, 5]).all())
+
+
+def test_music_in_codebooks() -> None:
+    """MusicGen's own `generate` calls transformers' loop itself; its heads are a list, one for each codebook."""
+    text = t.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96)
+    sound = t.EncodecConfig(
+        num_filters=4, hidden_size=16, codebook_size=32, codebook_dim=16, target_bandwidths=[60.0],
+        upsampling_ratios=[4, 2], num_residual_layers=1, num_lstm_layers=1, sampling_rate=16000)  # fmt: skip
+    decoder = t.MusicgenDecoderConfig(
+        vocab_size=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, ffn_dim=72, num_codebooks=2,
+        pad_token_id=32, bos_token_id=32, max_position_embeddings=64)  # fmt: skip
+    halves = dict(text_encoder=text.to_dict(), audio_encoder=sound.to_dict(), decoder=decoder.to_dict())
+    torch.manual_seed(0)
+    original = t.MusicgenForConditionalGeneration(t.MusicgenConfig(**halves)).eval()
+    enlarge(original.decoder)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    assert sum(isinstance(module, Block) for module in engine.module.modules()) == 4
+    assert "refused" not in str(engine.plan)
+    given = {"input_ids": torch.tensor([[5, 6, 7, 1]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    for asked in (dict(do_sample=False, guidance_scale=1.0), dict(do_sample=True, guidance_scale=3.0)):
+        answers = []
+        for model in (original, engine.module):
+            torch.manual_seed(1)
+            answers.append(model.generate(**given, max_new_tokens=10, **asked))
+        assert_near(answers[1], answers[0])
+
+
+def test_speech_from_text() -> None:
+    sizes = dict(
+        vocab_size=96, hidden_size=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=16, speaker_embedding_dim=8,
+        speech_decoder_prenet_units=16, speech_decoder_postnet_units=16, max_text_positions=64)  # fmt: skip
+    torch.manual_seed(0)
+    original = t.SpeechT5ForTextToSpeech(t.SpeechT5Config(**sizes)).eval()
+    enlarge(original)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    assert sum(isinstance(module, Block) for module in engine.module.speecht5.decoder.modules()) == 2
+    answers = []
+    for model in (original, engine.module):
+        torch.manual_seed(1)
+        answers.append(model.generate_speech(torch.tensor([[5, 6, 7, 2]]), torch.zeros(1, 8), maxlenratio=3.0))
+    assert_near(answers[1], answers[0])
