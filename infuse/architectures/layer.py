@@ -22,8 +22,8 @@ from infuse.errors import SpecMismatch
 
 # Return types of a layer's forward. TUPLE: with attention weights; SINGLE: a tuple of one, and of
 # two if the layer has an argument that asks for the weights; READING: of one, and of three with the weights of both
-# attentions; BIASED: T5's, with a bias.
-TENSOR, TUPLE, SINGLE, READING, BIASED = "tensor", "tuple", "single", "reading", "biased"
+# attentions; BIASED: T5's, with a bias; LISTED: with a bias, and the weights of each attention.
+TENSOR, TUPLE, SINGLE, READING, BIASED, LISTED = "tensor", "tuple", "single", "reading", "biased", "listed"
 
 
 class Part(Protocol):

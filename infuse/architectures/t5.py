@@ -8,7 +8,7 @@ from typing import Any
 
 from infuse.architectures.attention import Attention, RelativeBias, Separate
 from infuse.architectures.encoder_decoder import CROSS, CROSS_NORM, STATES, STATES_MASK, CrossAttention, before_norms
-from infuse.architectures.layer import BIASED, TENSOR, LayerSpec
+from infuse.architectures.layer import BIASED, LISTED, TENSOR, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP
 from infuse.architectures.norm import RMS, Norm
 
@@ -68,8 +68,48 @@ def _like(layer: str, **changes: Any) -> Iterator[LayerSpec]:
         yield half.but(mlp=gated, when=(("is_decoder", decodes), ("is_gated_act", True)))
 
 
+# A decoder whose names and returns are its own.
+_TEXT, _CROSS, _INNER = "self_attention", "encoder_decoder_attention", ".attention."
+PIX2STRUCT = LayerSpec(
+    layer=_M + "pix2struct.modeling_pix2struct.Pix2StructTextBlock",
+    norm1=Norm(f"{_TEXT}.layer_norm", RMS),
+    attn=Attention(
+        module=_TEXT,
+        inner="attention",
+        qkv=Separate(*(_TEXT + _INNER + each for each in ("query", "key", "value"))),
+        out=_TEXT + _INNER + "output",
+        position=RelativeBias(_TEXT + _INNER + "relative_attention_bias.weight", "position_bias"),
+        scale=1.0,
+    ),
+    more=(
+        (CROSS, CrossAttention(
+            module=_CROSS,
+            inner="attention",
+            qkv=Separate(*(_CROSS + _INNER + each for each in ("query", "key", "value"))),
+            out=_CROSS + _INNER + "output",
+            heads="n_heads",
+            scale=1.0)),
+        (CROSS_NORM, Norm(f"{_CROSS}.layer_norm", RMS)),
+    ),
+    norm2=Norm("mlp.layer_norm", RMS),
+    mlp=GatedMLP("mlp.DenseReluDense.wi_0", "mlp.DenseReluDense.wi_1", "mlp.DenseReluDense.wo", _ACTIVATION),
+    program=before_norms(_TEXT),
+    values=(STATES, STATES_MASK),
+    unread=("encoder_decoder_position_bias",),
+    returns=LISTED,
+)  # fmt: skip
+
 SPECS = (
     *_like("t5.modeling_t5.T5Block"),
     *_like("mt5.modeling_mt5.MT5Block"),
+    *_like("pop2piano.modeling_pop2piano.Pop2PianoBlock"),
+    # Their encoders look at pictures, or at parts of a text.
+    *(spec for spec in _like("udop.modeling_udop.UdopBlock") if ("is_decoder", True) in spec.when),
+    *(
+        spec
+        for spec in _like("longt5.modeling_longt5.LongT5Block", returns=LISTED)
+        if ("is_decoder", True) in spec.when
+    ),
+    PIX2STRUCT,
     *_like("umt5.modeling_umt5.UMT5Block", attn=_OWN_BIAS, returns=TENSOR),
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.layer import BIASED, READING, SINGLE, TUPLE, LayerShape
+from infuse.architectures.layer import BIASED, LISTED, READING, SINGLE, TUPLE, LayerShape
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.program import folded, merged, on_ranks, reduces, without_branch
@@ -166,12 +166,11 @@ class Block(InferenceModule):
                 mixer = self._modules[self._mixers[0]] if self._mixers else None
                 out = self._one_call(self, mixer, hidden_states, inputs)
                 if out is not None:
-                    return out, (), inputs.bias
+                    return out, [None] * self._count(inputs), inputs.bias
         x = hidden_states
         if packed is not None:
             x, inputs = packed.taken(x), inputs._replace(packed=packed)
-        without = self._states and inputs.values[self._states] is None
-        steps = self._steps_without_states if without else self._chosen(x)
+        steps = self._chosen(x) if self._count(inputs) == len(self._mixers) else self._steps_without_states
         out, weights = run(steps, self._modules, x, inputs)
         if packed is not None:
             out = packed.spread(out)
@@ -239,11 +238,17 @@ class Block(InferenceModule):
             found = more if found is None else found
         return {name: value for name, value in found.items() if name not in self._values} if found else found
 
+    def _count(self, inputs: Inputs) -> int:
+        """How many mixers run: one that reads states does not if none are given."""
+        return len(self._mixers) - bool(self._states and inputs.values[self._states] is None)
+
     def _returned(self, out: Tensor, weights: Sequence[Tensor | None], bias: Tensor | None) -> Any:
         """What the original returns: BIASED hands its bias on to the next layer, and has no cross attention."""
         returns, first = self.shape.call.returns, weights[0] if weights else None
         if returns == BIASED:
             return out, bias, None
+        if returns == LISTED:
+            return (out, bias, first, *(each for other in weights[1:] for each in (None, other)))
         if returns in (SINGLE, READING) and (first is None or not self._may_be_asked):
             return (out,)
         if returns == READING:

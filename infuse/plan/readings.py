@@ -68,7 +68,7 @@ class Readings:
                 raise SpecMismatch(type(layer).__name__, [why])
             found = replace(found, shape=found.shape.but_unread(others))
         mixer = next(iter(found.shape.mixers.values()))
-        return replace(found, index=index_of(layer.get_submodule(mixer.replaces[-1])))
+        return replace(found, index=index_of(layer.get_submodule(mixer.replaces[0])))
 
     def _is_read_alike(self, path: str, found: Bound, names: Collection[str]) -> bool:
         """Whether the layer at `path` looks at none of these arguments, whether they are given or not."""

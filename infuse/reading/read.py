@@ -6,6 +6,7 @@ What no part has made is named with its line in the layer's source. The calls of
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -182,7 +183,7 @@ class Reader:
             reader.heading(node, what) for node, what in ((core.q, "queries"), (core.k, "keys"), (core.v, "values"))
         )
         q, k, v = self.heads
-        shape = reader.shape_of(q, k, v, self.mixer, module)
+        shape = replace(reader.shape_of(q, k, v, self.mixer, module), replaces=recorded_places(self.layer, module))
         fills = reader.fills(shape, q, k, v)
         shape = reader.compared(shape, q, k, v)
         self.shape = replace(shape, passes=self._passes(calls[0])) if calls else replace(shape, by_name=False)
@@ -272,7 +273,7 @@ class Reader:
         raise SpecMismatch(graph.layer, [f"returns {len(outputs)} values"])
 
     def attention_module(self) -> nn.Module:
-        return self.layer.get_submodule(self.shape.replaces[-1])
+        return self.layer.get_submodule(self.shape.replaces[0])
 
     def set_causal(self, seen: Collection[bool | None], appends: bool) -> None:
         """Say whether tokens see later ones, as calls without a mask or else its module tell."""
@@ -293,6 +294,23 @@ class Reader:
         twice = [f"parameter {name} is claimed twice" for name in dict.fromkeys(sources) if sources.count(name) > 1]
         left = sorted(shapes.keys() - set(sources))
         return twice + [f"parameter {name} {shapes[name]} is not claimed" for name in left]
+
+
+def recorded_places(layer: nn.Module, path: str) -> tuple[str, ...]:
+    """The place of an attention, and that of the module around it where transformers records its outputs instead."""
+    recorded, outer = _recorded_classes(type(layer).__module__), path.rpartition(".")[0]
+    if not outer or type(layer.get_submodule(path)) in recorded or type(layer.get_submodule(outer)) not in recorded:
+        return (path,)
+    return path, outer
+
+
+def _recorded_classes(module: str) -> set[type]:
+    """The classes whose outputs the models that are defined beside a layer record as attentions."""
+    kinds = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type)]
+    named = [vars(kind).get("_can_record_outputs") or {} for kind in kinds]
+    entries = [entry for each in named for key, entry in each.items() if key.endswith("attentions")]
+    several = [one for entry in entries for one in (entry if isinstance(entry, (list, tuple)) else (entry,))]
+    return {getattr(one, "target_class", one) for one in several}
 
 
 def index_of(attention: nn.Module) -> int | None:

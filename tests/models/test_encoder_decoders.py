@@ -90,7 +90,21 @@ def test_answers(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bart", "mbart", "whisper", "t5", "umt5", "trocr", "seamless", "moonshine", "t5gemma", "two-berts"]
+    "name",
+    [
+        "bart",
+        "mbart",
+        "whisper",
+        "t5",
+        "umt5",
+        "trocr",
+        "seamless",
+        "moonshine",
+        "t5gemma",
+        "two-berts",
+        "vit-gpt2",
+        "bigbird-pegasus",
+    ],
 )
 def test_scores_states_and_attentions_of_an_answer(name: str) -> None:
     original, engine = (copy.deepcopy(each) for each in pair(name))
@@ -437,3 +451,61 @@ def test_speech_from_text() -> None:
         torch.manual_seed(1)
         answers.append(model.generate_speech(torch.tensor([[5, 6, 7, 2]]), torch.zeros(1, 8), maxlenratio=3.0))
     assert_near(answers[1], answers[0])
+
+
+_SIZES = dict(d_kv=12, d_ff=80, num_layers=2, num_heads=4, vocab_size=96, relative_attention_num_buckets=8,
+              relative_attention_max_distance=11)  # fmt: skip
+
+
+def _patches(batch: int) -> dict[str, Tensor]:
+    patches = torch.randn(batch, 6, 2 + 768, generator=torch.Generator().manual_seed(1))
+    patches[:, :, :2] = torch.arange(1, 7).view(1, 6, 1)
+    return {
+        "flattened_patches": patches,
+        "attention_mask": torch.tensor([[1.0] * 6] * (batch - 1) + [[1.0] * 4 + [0.0] * 2]),
+    }
+
+
+def _longt5(**more: Any) -> Any:
+    sizes = dict(_SIZES, d_model=48, decoder_start_token_id=0, num_decoder_layers=2, local_radius=7)
+    return t.LongT5ForConditionalGeneration(t.LongT5Config(**sizes, **more))
+
+
+def _pix2struct() -> Any:
+    text = dict(_SIZES, hidden_size=48, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    sight = dict(hidden_size=48, patch_embed_hidden_size=768, d_ff=80, d_kv=12, num_hidden_layers=2,
+                 num_attention_heads=4, seq_len=32)  # fmt: skip
+    return t.Pix2StructForConditionalGeneration(
+        t.Pix2StructConfig(text_config=text, vision_config=sight, is_encoder_decoder=True)
+    )
+
+
+LISTED = {
+    "longt5": (_longt5, lambda: encoded(BY_NAME["t5"], padding="right")),
+    "longt5-gated": (lambda: _longt5(feed_forward_proj="gated-gelu"), lambda: encoded(BY_NAME["t5"])),
+    "pix2struct": (_pix2struct, lambda: _patches(3)),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_decoders_that_return_lists(name: str) -> None:
+    """They return the weights of both attentions beside a bias, as T5's blocks did."""
+    make, inputs = LISTED[name]
+    torch.manual_seed(0)
+    original = make().eval()
+    enlarge(original)
+    original.generation_config.eos_token_id = None
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    assert sum(isinstance(module, Block) for module in engine.module.get_decoder().modules()) == 2
+    given = inputs()
+    for how in ({}, {"num_beams": 3}, {"use_cache": False}):
+        answers = [model.generate(**given, max_new_tokens=8, **how) for model in (original, engine)]
+        assert torch.equal(*answers)
+    asked = dict(max_new_tokens=4, return_dict_in_generate=True, output_attentions=True, output_hidden_states=True)
+    for model in (original, engine.module):
+        model.set_attn_implementation("eager")
+    exact, found = (model.generate(**given, **asked) for model in (original, engine.module))
+    for kind in ("decoder_attentions", "cross_attentions", "decoder_hidden_states"):
+        for of_ours, of_theirs in zip(found[kind], exact[kind], strict=True):
+            for ours, theirs in zip(of_ours, of_theirs, strict=True):
+                assert_near(ours, theirs)
