@@ -176,6 +176,11 @@ class LayerShape(ProgramShape):
         return any(mixer.reads_states for mixer in self.mixers.values())
 
     @property
+    def decodes(self) -> bool:
+        """Whether it may run on a cache. Some layers that read states leave the order of tokens to the model's mask."""
+        return self.causal or self.pairs
+
+    @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
         return all(mixer.causal for mixer in self.mixers.values())

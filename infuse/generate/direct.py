@@ -356,7 +356,7 @@ class Parts:
         model: Any = above[0]
         blocks = list(layers.children())
         children = [child for child in above[-1].children() if child is not layers]
-        if head not in (found := [*children, *above[0].children()]) or embedding not in found:
+        if head not in (found := [child for each in above for child in each.children()]) or embedding not in found:
             return None
         listed = [*children, *([] if head in children else [head]), *blocks]
         modules = [*above[1:], layers, *listed]

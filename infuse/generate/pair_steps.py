@@ -35,8 +35,6 @@ from infuse.layers.position import LearnedBias
 from infuse.layers.stack import Around, ReadStates, Table
 from infuse.layers.states_slot import StatesCache
 
-DECODER_MASK = "decoder_attention_mask"
-
 
 class PairSteps(DirectSteps):
     """Trace decode steps of a model with an encoder."""
@@ -44,7 +42,11 @@ class PairSteps(DirectSteps):
     ids: ClassVar[str] = "decoder_input_ids"
 
     def parts_of(self, model: Any, inputs: Mapping[str, Any]) -> Parts | None:
-        if inputs.get(DECODER_MASK) is not None or (layers := _reading_blocks(model)) is None:
+        # The mask is the encoder's; positions of tokens go on by one.
+        known = {self.ids, "attention_mask", "decoder_position_ids", *CACHE_NAMES}
+        if any(isinstance(value, Tensor) for name, value in inputs.items() if name not in known):
+            return None  # as a mask of the decoder's tokens does, it may mean something else in a later step
+        if (layers := _reading_blocks(model)) is None:
             return None
         path = path_to(model, layers)
         decoder: Any = path[-2]
@@ -53,7 +55,7 @@ class PairSteps(DirectSteps):
 
     def step_of(self, parts: Parts, calls: list[Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
         pair = pair_of(cache_in(inputs))
-        at = [call.module for call in calls].index(parts.blocks[0]) if parts.blocks else 0
+        at = next((number for number, call in enumerate(calls) if call.module is parts.blocks[0]), 0)
         count = len(parts.blocks)
         before, blocks, after = calls[:at], calls[at : at + count], calls[at + count :]
         if pair is None or type(pair.self_attention_cache) is not KVCache or not before or len(blocks) != count:
@@ -89,40 +91,44 @@ class PairStep(DirectStep):
 
 @dataclass(frozen=True)
 class _Begin:
-    """How the first block's input is made: rows of the embedding times `factor`, plus the row of the token's place, all
-    normalised by `norm`. `padding`: a token that has another place.
+    """How the first block's input is made: rows of the embedding times `factor`, plus the row of the token's place.
+
+    `norm` normalises the sum, or, `norm_first`, what the row is added to. `padding`: a token that has another place.
     """
 
     factor: float
     places: Table | None
     padding: int | None
     norm: nn.Module | None
+    norm_first: bool
 
     @classmethod
     def of(cls, calls: Sequence[Call], x: Any, parts: Parts, ids: Tensor, length: int) -> _Begin | None:
         """Find it from the calls before the first block; `length`: tokens before this one. None if it is another."""
         embedded, *more = calls
-        if not embedded.is_of(parts.embedding, ids) or not isinstance(x, Tensor):
-            return None
         norm = next((call for call in more if isinstance(call.module, nn.LayerNorm)), None)
         placed = next((call for call in more if call is not norm), None)
-        if len(more) != (norm is not None) + (placed is not None) or (norm is not None and more[-1] is not norm):
+        if len(more) != (norm is not None) + (placed is not None) or not embedded.is_of(parts.embedding, ids):
             return None
-        made = x
-        if norm is not None:
-            if not is_same(x, norm.output) or len(norm.args) != 1 or norm.kwargs:
-                return None
-            made = norm.args[0]
         places = None if placed is None else _places(placed, length)
-        if placed is not None and places is None:
+        if (placed is not None and places is None) or (norm is not None and (len(norm.args) != 1 or norm.kwargs)):
             return None
+        row = None if places is None else places.tensor[length + places.offset]
+        norm_first = norm is not None and placed is not None and more[0] is norm
+        if norm is None:
+            wanted = x
+        elif norm_first:
+            wanted = norm.args[0] if equal(x, _placed(norm.output, row)) else None
+        else:
+            wanted = norm.args[0] if is_same(x, norm.output) else None
+        under = None if norm_first else row
         candidates = _factors(parts, embedded.output)
-        row = 0 if places is None else places.tensor[length + places.offset]
-        found = [each for each in candidates if equal(made, _placed(_times(embedded.output, each), row))]
+        found = [each for each in candidates if equal(wanted, _placed(_times(embedded.output, each), under))]
         if len(found) != 1:
             return None
-        padding = None if placed is None or isinstance(placed.module, nn.Embedding) else _padding(placed.module)
-        return cls(found[0], places, padding, None if norm is None else norm.module)
+        counts_ids = placed is not None and not isinstance(placed.module, nn.Embedding)
+        padding = getattr(placed.module, "padding_idx", None) if placed is not None and counts_ids else None
+        return cls(found[0], places, padding, None if norm is None else norm.module, norm_first)
 
     @property
     def places_count(self) -> float:
@@ -133,10 +139,11 @@ class _Begin:
         return self.padding is not None and bool((ids_BT == self.padding).any())
 
     def made(self, embedded: Tensor, length: int) -> Tensor:
+        row = None if self.places is None else self.places.tensor[length + self.places.offset]
         x = _times(embedded, self.factor)
-        if self.places is not None:
-            x = _placed(x, self.places.tensor[length + self.places.offset])
-        return x if self.norm is None else self.norm.forward(x)
+        if self.norm is None:
+            return _placed(x, row)
+        return _placed(self.norm.forward(x), row) if self.norm_first else self.norm.forward(_placed(x, row))
 
 
 @dataclass(frozen=True)
@@ -194,8 +201,8 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
-def _placed(x: Tensor, row: Any) -> Tensor:
-    return x if isinstance(row, int) else x + row
+def _placed(x: Tensor, row: Tensor | None) -> Tensor:
+    return x if row is None else x + row
 
 
 def _shifted(made: Tensor, shift: Table | None, widens: bool) -> Tensor:
@@ -230,10 +237,6 @@ def _places(call: Call, length: int) -> Table | None:
     if len(found) != 1 or not torch.equal(rows, rows[:1].expand_as(rows)):
         return None
     return Table(call.module, name, int(found) - length)
-
-
-def _padding(module: Any) -> int | None:
-    return getattr(module, "padding_idx", None)
 
 
 def _rows_of(module: nn.Module, width: int) -> list[Table]:

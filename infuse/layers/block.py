@@ -65,7 +65,7 @@ class Block(InferenceModule):
     ):
         super().__init__()
         self.shape = shape
-        self._skips_padding = skips_padding and not shape.causal and not shape.convolves
+        self._skips_padding = skips_padding and not shape.decodes and not shape.convolves
         self.reduce = group.dense.adds(f"{path}: attention and MLP")
         for name, part in shape.held:
             ranks = group if part.expert_count else group.dense
@@ -102,6 +102,7 @@ class Block(InferenceModule):
         self._bias_argument = next((mixer.bias_argument for mixer in mixers if mixer.bias_argument), None)
         self._index, self._layer, self._values = index, layer, shape.call.values
         self._may_be_asked = "output_attentions" in shape.call.arguments
+        self._returns_weights = shape.call.returns == TUPLE and not self._may_be_asked
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values, *shape.call.unread}
         self._served |= {*filter(None, (self._bias_argument, shape.call.ends))}
 
@@ -205,7 +206,7 @@ class Block(InferenceModule):
             turns = positions.completed(turns, hidden_states.shape[1])
         recorded = False
         for name in self._mixers:
-            recorded = recorded or _weights_are_recorded(parts[name])
+            recorded = recorded or _weights_are_read(parts[name], returned=self._returns_weights)
         return Inputs(  # positional arguments are faster here
             mask,
             cache,
@@ -288,7 +289,10 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
     return Packed(rows, batch, tokens) if enough else None
 
 
-def _weights_are_recorded(attention: nn.Module) -> bool:
-    """Whether a hook may read attention weights, which eager attention returns even without output_attentions."""
+def _weights_are_read(attention: nn.Module, *, returned: bool) -> bool:
+    """Whether a hook, or the model to which they are `returned`, may read attention weights that nobody asked for.
+
+    Eager attention returns them always.
+    """
     config = getattr(attention, "config", None)
-    return has_active_hooks(attention) and getattr(config, "_attn_implementation", None) == "eager"
+    return (returned or has_active_hooks(attention)) and getattr(config, "_attn_implementation", None) == "eager"

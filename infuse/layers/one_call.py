@@ -139,6 +139,7 @@ class StepCall(BlockCall):
         super().__init__(program_text(FEW_TOKENS, block, program))
         few = limits()
         self.index, self.most_rows, self.most_tokens = index, few.plain_rows, few.few_tokens
+        self.causal: bool = block.shape.causal  # type: ignore[union-attr,assignment]
         mixers = block.shape.mixers.items()  # type: ignore[union-attr,operator]
         self.reader = next((name for name, mixer in mixers if mixer.reads_states), "")
         if rounds_activations(block):
@@ -150,6 +151,8 @@ class StepCall(BlockCall):
         if batch * tokens > self.most_rows or tokens > self.most_tokens or not isinstance(cache, KVCache):
             return None
         if inputs.want_weights or inputs.causal is False:
+            return None
+        if tokens > 1 and inputs.mask is None and not self.causal:
             return None
         if self._program.without and inputs.values[self._program.without] is not None:
             return None
@@ -211,7 +214,7 @@ def make_one_call(
     if sum(not mixer.reads_states for mixer in block.shape.mixers.values()) > 1:
         return None, "tokens are mixed more than once"
     try:
-        if block.shape.causal:
+        if block.shape.decodes:
             return (None, "its layer has no index") if index is None else (StepCall(block, program, index), "")
         if not any(map(takes_tiles, (torch.bfloat16, torch.float32))):
             return None, "PyTorch multiplies many tokens faster"

@@ -59,7 +59,7 @@ class Step:
     @property
     def decodes(self) -> bool:
         """True if the step's module uses a KV cache."""
-        return isinstance(self.shape, LayerShape) and self.index is not None and self.shape.causal
+        return isinstance(self.shape, LayerShape) and self.index is not None and self.shape.decodes
 
     @property
     def interpretations(self) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ NEW = 9
 # Of these, the prompt's step and the first decode step are the model's; that one is made again to compare.
 DIRECT = NEW - 1
 IN_ALL = ["marian", "pegasus", "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "blenderbot", "whisper", "m2m-100",
-          "speech-to-text"]  # fmt: skip
+          "speech-to-text", "plbart", "blenderbot-small", "bigbird-pegasus", "seamless", "trocr",
+          "vit-gpt2"]  # fmt: skip
 TO_TOKENS = ["marian", "t5", "umt5"]  # nothing but our own parts from ids to logits
 WORDS = 8000  # so many that our kernel multiplies by the head
 Counted = dict[str, int]

@@ -505,6 +505,8 @@ def test_decoders_that_return_lists(name: str) -> None:
     for model in (original, engine.module):
         model.set_attn_implementation("eager")
     exact, found = (model.generate(**given, **asked) for model in (original, engine.module))
+    for ours, theirs in zip(found.encoder_attentions, exact.encoder_attentions, strict=True):
+        assert_near(ours, theirs)
     for kind in ("decoder_attentions", "cross_attentions", "decoder_hidden_states"):
         for of_ours, of_theirs in zip(found[kind], exact[kind], strict=True):
             for ours, theirs in zip(of_ours, of_theirs, strict=True):
