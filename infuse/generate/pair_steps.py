@@ -114,13 +114,10 @@ class _Begin:
         if (placed is not None and places is None) or (norm is not None and (len(norm.args) != 1 or norm.kwargs)):
             return None
         row = None if places is None else places.tensor[length + places.offset]
-        norm_first = norm is not None and placed is not None and more[0] is norm
-        if norm is None:
-            wanted = x
-        elif norm_first:
-            wanted = norm.args[0] if equal(x, _placed(norm.output, row)) else None
-        else:
-            wanted = norm.args[0] if is_same(x, norm.output) else None
+        wanted = x if norm is None else norm.args[0]
+        norm_first = norm is not None and not is_same(x, norm.output)
+        if norm is not None and norm_first and not equal(x, _placed(norm.output, row)):
+            return None
         under = None if norm_first else row
         candidates = _factors(parts, embedded.output)
         found = [each for each in candidates if equal(wanted, _placed(_times(embedded.output, each), under))]
