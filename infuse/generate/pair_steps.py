@@ -21,6 +21,7 @@ from infuse.generate.direct import (
     DirectStep,
     DirectSteps,
     Parts,
+    Turning,
     equal,
     factors_in,
     is_same,
@@ -57,14 +58,17 @@ class PairSteps(DirectSteps):
         pair = pair_of(cache_in(inputs))
         at = next((number for number, call in enumerate(calls) if call.module is parts.blocks[0]), 0)
         count = len(parts.blocks)
-        before, blocks, after = calls[:at], calls[at : at + count], calls[at + count :]
+        turns = [call for call in calls[:at] if isinstance(call.output, tuple)]
+        before = [call for call in calls[:at] if not isinstance(call.output, tuple)]
+        blocks, after = calls[at : at + count], calls[at + count :]
         if pair is None or type(pair.self_attention_cache) is not KVCache or not before or len(blocks) != count:
             return None
         cache = pair.self_attention_cache
         x = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
         begin = _Begin.of(before, x, parts, inputs[self.ids], cache.layers[0].length - 1)
-        read = _read(blocks, parts, pair, x)
-        if begin is None or read is None:
+        read = _read(blocks, parts, pair, x, turns[0].output if turns else None)
+        turning = _turning(turns[0], (before[0].output, x)) if len(turns) == 1 else None
+        if begin is None or read is None or (turns and turning is None):
             return None
         end = _End.of(after, blocks[-1].output, outputs.logits, parts)
         if end is None:
@@ -75,7 +79,7 @@ class PairSteps(DirectSteps):
         answer = None if stack is None else stack.begin(before[0].output, cache, read)
         if stack is None or answer is None:
             return None
-        step = PairStep(parts, stack, answer, end.norm, None, _Both(begin, end), cache, before[0].output)
+        step = PairStep(parts, stack, answer, end.norm, turning, _Both(begin, end), cache, before[0].output)
         step.end_tokens = min(least_window(parts.above[0].config), begin.places_count)
         return step
 
@@ -252,7 +256,14 @@ def _reads(block: Any) -> bool:
     return isinstance(block, Block) and any(mixer.reads_states for mixer in block.shape.mixers.values())
 
 
-def _read(calls: Sequence[Call], parts: Parts, pair: Any, x: Any) -> ReadStates | None:
+def _turning(call: Call, values: Sequence[Tensor]) -> Turning | None:
+    """The call that makes rotary positions, of one of the values and of the tokens' indices."""
+    told = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor)]
+    indices = [each for each in told if not any(each is value for value in values)]
+    return Turning.of(call, values, indices[0]) if len(indices) == 1 else None
+
+
+def _read(calls: Sequence[Call], parts: Parts, pair: Any, x: Any, cos_sin: Any) -> ReadStates | None:
     """What all blocks read of an encoder's states. None if they were called with anything else that matters."""
     masks: list[Any] = []
     bias = None
@@ -260,6 +271,8 @@ def _read(calls: Sequence[Call], parts: Parts, pair: Any, x: Any) -> ReadStates 
         if call.module is not block:
             return None
         given = _given(call, x, pair, bias)
+        if given is not None and given.pop("position_embeddings", None) is not cos_sin:
+            return None
         if given is None:
             return None
         masks.append(given.get(STATES_MASK))
@@ -300,7 +313,8 @@ def _given(call: Call, x: Any, pair: Any, bias: Any) -> dict[str, Any] | None:
         if handed is not bias or (_positions(block).table is not None and handed is not None):
             return None
     unread = block.shape.call.unread
-    read = {name: value for name, value in given.items() if name not in unread and name != STATES_MASK}
+    elsewhere = {*unread, STATES_MASK, "position_embeddings"}
+    read = {name: value for name, value in given.items() if name not in elsewhere}
     read.pop("position_ids", None)
     neutral = all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in read.items())
     return given if neutral else None

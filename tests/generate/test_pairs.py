@@ -29,7 +29,7 @@ NEW = 9
 DIRECT = NEW - 1
 IN_ALL = ["marian", "pegasus", "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "blenderbot", "whisper", "m2m-100",
           "speech-to-text", "plbart", "blenderbot-small", "bigbird-pegasus", "seamless", "trocr",
-          "vit-gpt2"]  # fmt: skip
+          "vit-gpt2", "moonshine"]  # fmt: skip
 TO_TOKENS = ["marian", "t5", "umt5"]  # nothing but our own parts from ids to logits
 WORDS = 8000  # so many that our kernel multiplies by the head
 Counted = dict[str, int]
