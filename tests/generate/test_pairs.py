@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import LogitsProcessor
 
 import infuse
@@ -332,3 +332,28 @@ def test_a_slot_has_the_protocol_of_other_slots() -> None:
     copied = slot.copied()
     assert copied.storages[0] is not slot.storages[0] and torch.equal(copied.keys, slot.keys) and copied.rows == 3
     assert slot.rewind(1) == 1 and slot.get_mask_sizes(4) == (3, 0)
+
+
+class Swapping(LogitsProcessor):
+    """Gives two rows of a cache each other's tokens and states at one length."""
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 5:
+            self.cache.reorder_cache(torch.tensor([1, 0, 2]))
+        return scores
+
+
+def test_rows_of_states_may_move_in_the_middle_of_an_answer(steps: Counted) -> None:
+    original, engine = pair("bart")
+    answers = []
+    for model, cache in (
+        (original, EncoderDecoderCache(DynamicCache(), DynamicCache())),
+        (engine, PairCache(KVCache(), StatesCache())),
+    ):
+        asked = {"logits_processor": [Swapping(cache)], "past_key_values": cache, "max_new_tokens": NEW}
+        answers.append(model.generate(**encoded(BY_NAME["bart"]), **asked))
+    assert torch.equal(*answers) and counted(steps) == DIRECT
+    assert not torch.equal(answers[0], original.generate(**encoded(BY_NAME["bart"]), max_new_tokens=NEW))
