@@ -35,6 +35,9 @@ NEUTRAL = frozenset({
     "logits_to_keep",  # meant for the head; GOT-OCR 2 passes it to every module below
     "return_shared_kv_states",  # meant for the model, which has what its layers lend
     "token_type_ids",  # made by many tokenizers; models read them in their embeddings and masks
+    # How answers are made: models of connectionist temporal classification pass what `generate` is given to all layers.
+    "max_new_tokens", "min_new_tokens", "max_length", "min_length", "num_beams", "do_sample", "num_return_sequences",
+    "return_dict_in_generate", "generation_config",
 })  # fmt: skip
 
 

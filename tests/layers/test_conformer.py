@@ -244,6 +244,15 @@ def test_transducers_generate_the_originals_tokens(name: str) -> None:
     assert torch.equal(getattr(found, "sequences", found), getattr(wanted, "sequences", wanted))
 
 
+def test_settings_of_generate_say_nothing_to_layers() -> None:
+    """Models of connectionist temporal classification pass them to every layer."""
+    original: Any = parakeet()
+    engine = replaced(original)
+    found, wanted = (model.generate(**given(padded=True), max_new_tokens=5, do_sample=False, num_beams=1)
+                     for model in (engine.module, original))  # fmt: skip
+    assert torch.equal(found, wanted)
+
+
 def test_a_layer_names_what_it_does_not_take() -> None:
     layer, x = layers(replaced(parakeet()).module)[0], torch.randn(1, 5, 32)
     vectors, mask = torch.randn(1, 9, 32), torch.ones(1, 1, 5, 5, dtype=torch.bool)
