@@ -75,7 +75,8 @@ def register(*specs: LayerSpec) -> Callable[[], None]:
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
     """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any.
 
-    Not those for other arguments of the class's forward (`takes`).
+    Not those for other arguments of the class's forward (`takes`), or for layers with a module that this one lacks
+    (`has`).
     """
     for cls in type(layer).__mro__:
         name = f"{cls.__module__}.{cls.__qualname__}"
@@ -83,6 +84,9 @@ def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
         if any(spec.takes for spec in specs):
             arguments = inspect.signature(cast(Any, cls).forward).parameters.keys()
             specs = tuple(spec for spec in specs if arguments >= {*spec.takes})
+        if any(spec.has for spec in specs):
+            inside = {path for path, _ in layer.named_modules()}
+            specs = tuple(spec for spec in specs if not spec.has or spec.has in inside)
         if specs:
             return specs
     return ()

@@ -61,8 +61,8 @@ class CrossAttention:
         k, v = self._keys_and_values(binder, name)
         paths = [self.qkv.q, *self._paths(), self.out]
         counted = binder.own_count(settings, self.width or self.heads)
-        width = counted if self.width else q.rows // counted
-        heads, kv_heads = q.rows // width, k.rows // max(width, 1)
+        width = max(counted if self.width else q.rows // max(counted, 1), 1)
+        heads, kv_heads = q.rows // width, k.rows // width
         if not (q.rows == out.columns == heads * width and k.rows == v.rows == kv_heads * width):
             binder.differ(f"{', '.join(paths)} are not of heads of {width}")
         if kv_heads == 0 or heads % kv_heads:
@@ -329,7 +329,7 @@ BERT = LayerSpec(
     ),
     program=after_norms("attention", "crossattention"),
     values=(STATES, STATES_MASK),
-    when=(("is_decoder", True), ("add_cross_attention", True)),
+    has="crossattention",
 )  # fmt: skip
 # Its layers give the mask of the states under a name that their attention does not read.
 BLIP = BERT.but(
@@ -344,7 +344,7 @@ BLIP = BERT.but(
     ),
     values=(STATES,),
     unread=(STATES_MASK,),
-    when=(("is_decoder", True),),
+    has="crossattention",
 )  # fmt: skip
 GPT2 = LayerSpec(
     layer=_M + "gpt2.modeling_gpt2.GPT2Block",
@@ -360,7 +360,7 @@ GPT2 = LayerSpec(
     ),
     program=before_norms("attn", "crossattention"),
     values=(STATES, STATES_MASK),
-    when=(("add_cross_attention", True),),
+    has="crossattention",
     expect=(("reorder_and_upcast_attn", False),),
 )  # fmt: skip
 _LIKE_BERT = (
@@ -385,7 +385,6 @@ SPECS = (
     MBART.but(layer=_M + "speech_to_text.modeling_speech_to_text.Speech2TextDecoderLayer"),
     MBART.but(layer=_M + "whisper.modeling_whisper.WhisperDecoderLayer"),
     MUSICGEN,
-    MUSICGEN.but(layer=_M + "musicgen_melody.modeling_musicgen_melody.MusicgenMelodyDecoderLayer"),
     SEAMLESS,
     SEAMLESS.but(layer=_M + "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2DecoderLayer"),
     NLLB_MOE,

@@ -51,7 +51,8 @@ class Mixer(Protocol):
 class LayerSpec:
     """A transformer layer.
 
-    `when`: config values, and `takes`: arguments of its forward, which select among the specs of one class. `expect`:
+    `when`: config values, and `takes`: arguments of its forward, which select among the specs of one class. `has`: the
+    path of a module without which a layer of the class has no spec. `expect`:
     config values that must hold. `norm1` and `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP.
     `residual_scale`: config key, and `residual_attribute`: the layer's attribute, of a factor of both branches.
     SANDWICH adds `post1` and `post2` on their outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`:
@@ -79,6 +80,7 @@ class LayerSpec:
     program: Program = ()
     values: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
+    has: str = ""
     ends: str = ""
     unread: tuple[str, ...] = ()
     clamps: bool = False

@@ -68,6 +68,11 @@ def _like(layer: str, **changes: Any) -> Iterator[LayerSpec]:
         yield half.but(mlp=gated, when=(("is_decoder", decodes), ("is_gated_act", True)))
 
 
+def _decoders(layer: str, **changes: Any) -> Iterator[LayerSpec]:
+    """Those of `_like` for decoders, whose layers have a third part."""
+    return (spec.but(has="layer.2") for spec in _like(layer, **changes) if ("is_decoder", True) in spec.when)
+
+
 # A decoder whose names and returns are its own.
 _TEXT, _CROSS, _INNER = "self_attention", "encoder_decoder_attention", ".attention."
 PIX2STRUCT = LayerSpec(
@@ -103,13 +108,8 @@ SPECS = (
     *_like("t5.modeling_t5.T5Block"),
     *_like("mt5.modeling_mt5.MT5Block"),
     *_like("pop2piano.modeling_pop2piano.Pop2PianoBlock"),
-    # Their encoders look at pictures, or at parts of a text.
-    *(spec for spec in _like("udop.modeling_udop.UdopBlock") if ("is_decoder", True) in spec.when),
-    *(
-        spec
-        for spec in _like("longt5.modeling_longt5.LongT5Block", returns=LISTED)
-        if ("is_decoder", True) in spec.when
-    ),
+    # Whose encoder looks at parts of a text.
+    *_decoders("longt5.modeling_longt5.LongT5Block", returns=LISTED),
     PIX2STRUCT,
     *_like("umt5.modeling_umt5.UMT5Block", attn=_OWN_BIAS, returns=TENSOR),
 )

@@ -23,7 +23,9 @@ from infuse.generate.pair_cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, TEXTS, both, encoded, made
+from tests.models.every_architecture import inputs_of, tiny_model
 from tests.models.families import Family, enlarge
+from tests.models.models_page import model_types
 from tests.support.ranks import Ranks
 
 EXACT = 5e-5
@@ -511,3 +513,21 @@ def test_decoders_that_return_lists(name: str) -> None:
         for of_ours, of_theirs in zip(found[kind], exact[kind], strict=True):
             for ours, theirs in zip(of_ours, of_theirs, strict=True):
                 assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["canary", "nllb-moe", "pop2piano"])
+def test_types_made_small(kind: str) -> None:
+    """As docs/models.md makes them: logits and what is asked for besides."""
+    config, model_class = (getattr(t, name) for name in model_types()[kind])
+    original = tiny_model(config, model_class).float()
+    enlarge(original)
+    original.set_attn_implementation("eager")
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    blocks = [part for part in engine.module.modules() if isinstance(part, Block)]
+    assert any(mixer.reads_states for block in blocks for mixer in block.shape.mixers.values())
+    with torch.no_grad():
+        exact, found = (model(**inputs_of(original), output_attentions=True) for model in (original, engine.module))
+    assert_near(found.logits, exact.logits)
+    for kind_of in ("decoder_attentions", "cross_attentions"):
+        for ours, theirs in zip(found[kind_of], exact[kind_of], strict=True):
+            assert_near(ours, theirs)

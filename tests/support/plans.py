@@ -53,7 +53,8 @@ class Stack(nn.Module):
 _DEBERTA = dict(families.ENCODER, num_hidden_layers=2, relative_attention=True, pos_att_type=["p2c", "c2p"])
 _T5 = dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
 T5 = seeded(t.T5ForConditionalGeneration, t.T5Config(**_T5))
-LONG_T5 = seeded(t.LongT5ForConditionalGeneration, t.LongT5Config(**_T5, local_radius=4, initializer_factor=0.7))
+_LONG = dict(_T5, local_radius=4, initializer_factor=0.7, is_encoder_decoder=False)
+LONG_T5 = seeded(t.LongT5EncoderModel, t.LongT5Config(**_LONG))
 MIXTRAL = seeded(t.MixtralForCausalLM, t.MixtralConfig(**{**families.GQA, "num_hidden_layers": 2}, num_local_experts=4))
 OLMO = seeded(t.OlmoForCausalLM, t.OlmoConfig(**{**families.GQA, "num_hidden_layers": 2}))
 UNKNOWN: dict[str, Callable[..., nn.Module]] = {
