@@ -298,15 +298,16 @@ class Reader:
 
 def recorded_places(layer: nn.Module, path: str) -> tuple[str, ...]:
     """The place of an attention, and that of the module around it where transformers records its outputs instead."""
-    recorded, outer = _recorded_classes(type(layer).__module__), path.rpartition(".")[0]
+    recorded, outer = _recorded_classes(type(layer)), path.rpartition(".")[0]
     if not outer or type(layer.get_submodule(path)) in recorded or type(layer.get_submodule(outer)) not in recorded:
         return (path,)
     return path, outer
 
 
-def _recorded_classes(module: str) -> set[type]:
-    """The classes whose outputs the models that are defined beside a layer record as attentions."""
-    kinds = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type)]
+def _recorded_classes(layer: type) -> set[type]:
+    """The classes whose outputs the models that are defined beside a layer, or its bases, record as attentions."""
+    modules = [sys.modules[name] for name in {base.__module__ for base in layer.__mro__} if name in sys.modules]
+    kinds = [kind for module in modules for kind in list(vars(module).values()) if isinstance(kind, type)]
     named = [vars(kind).get("_can_record_outputs") or {} for kind in kinds]
     entries = [entry for each in named for key, entry in each.items() if key.endswith("attentions")]
     several = [one for entry in entries for one in (entry if isinstance(entry, (list, tuple)) else (entry,))]
