@@ -70,6 +70,11 @@ def loops_are_own(model: Any, *more: str) -> bool:
     return UPDATE not in attributes and is_librarys(getattr(type(model), UPDATE))
 
 
+def prepares_alone(model: Any) -> bool:
+    """Whether a user's own function prepares each step's inputs: it is called at every step."""
+    return _PREPARE in vars(model) or not is_librarys(getattr(type(model), _PREPARE))
+
+
 def rotates_by_length(model: Any, first_tokens: int = 0, last_tokens: float = math.inf) -> bool:
     """Whether rotations depend on the call's length while a text grows from `first_tokens` to `last_tokens`.
 
@@ -196,8 +201,7 @@ class Steps:
         self.model, self.kwargs, self._limit_tokens, self._speculates = model, kwargs, limit_tokens, speculates
         self._direct = direct
         self._step: DirectStep | None = None
-        # A user's own preparation is called at every step.
-        self._prepares_alone = _PREPARE in vars(model) or not is_librarys(getattr(type(model), _PREPARE))
+        self._prepares_alone = prepares_alone(model)
         self._reads = model.config.is_encoder_decoder  # an encoder's states
         prefix = _OF_DECODER if self._reads else ""
         self._ids, self._mask, self._positions = (prefix + name for name in _FOLLOWED)

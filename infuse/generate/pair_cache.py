@@ -50,8 +50,9 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     result = getattr(type(self), PREPARES)(self, generation_config, model_kwargs, *args, **kwargs)
     cache = model_kwargs.get(CACHE_NAME)
     if not callers and type(cache) is EncoderDecoderCache and _is_new(cache.self_attention_cache):
-        theirs, format = cache.cross_attention_cache, self._infuse.kv_cache
-        model_kwargs[CACHE_NAME] = PairCache(KVCache(format=format), StatesCache(format) if _is_new(theirs) else theirs)
+        theirs, limit, format = cache.cross_attention_cache, self._infuse.limit_tokens, self._infuse.kv_cache
+        states = StatesCache(format) if _is_new(theirs) else theirs
+        model_kwargs[CACHE_NAME] = PairCache(KVCache(limit_tokens=limit, format=format), states)
     return result
 
 

@@ -12,41 +12,36 @@ from torch import Tensor
 
 from infuse.cache_names import cache_in
 from infuse.generate.direct import DirectStep, DirectSteps
-from infuse.generate.loop import decode
+from infuse.generate.loop import decode, prepares_alone
 from infuse.generate.pair_cache import PairCache
 from infuse.parallel.group import LOCAL, Group
 
 
 def decode_pair(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any = None,
-    group: Group = LOCAL,
-    direct: DirectSteps | None = None,
-    **model_kwargs: Any,
-) -> Any:
-    """Return what transformers' own loop for this generation config returns, for decoder ids [B, T]."""
-    given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
+    model: Any, input_ids: Tensor, generation_config: Any, streamer: Any = None, group: Group = LOCAL,
+    direct: DirectSteps | None = None, **given: Any,
+) -> Any:  # fmt: skip
+    """Return what transformers' own loop for this generation config returns, for decoder ids [B, T].
+
+    `given`: the processors, the criteria, and the model's arguments.
+    """
     beams = (generation_config.num_beams or 1) > 1
-    ours = type(cache_in(model_kwargs)) is PairCache and generation_config.use_cache
-    if ours and not beams and not generation_config.return_dict_in_generate:
-        more = dict(generation_config=generation_config, streamer=streamer, group=group, direct=direct)
-        return decode(model, input_ids, **given, **more, **model_kwargs)
+    given["generation_config"] = generation_config
     if not beams:
         given["streamer"] = streamer
+    ours = type(cache_in(given)) is PairCache and generation_config.use_cache
+    if ours and not beams and not generation_config.return_dict_in_generate:
+        return decode(model, input_ids, group=group, direct=direct, **given)
     loop = type(model)._beam_search if beams else type(model)._sample
     shown = generation_config.output_attentions or generation_config.output_hidden_states
-    stands_for = Follower(model, direct) if ours and direct is not None and not shown else model
-    return loop(stands_for, input_ids, generation_config=generation_config, **given, **model_kwargs)
+    follows = ours and direct is not None and not shown and not prepares_alone(model)
+    return loop(Follower(model, direct) if follows else model, input_ids, **given)
 
 
 class Follower:
     """Stands for a model in transformers' loops: its steps of one new token a row are made without its forward."""
 
-    def __init__(self, model: Any, direct: DirectSteps):
+    def __init__(self, model: Any, direct: Any):
         self._model, self._direct = model, direct
         self._step: DirectStep | None = None
         self._outputs: Any = None  # of the last step

@@ -98,18 +98,14 @@ class KVCache(Cache):
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
         """Reorder rows where they are stored, so that a program that holds the storages goes on."""
-        sources, slots = beam_idx.tolist(), [slot for slot in self.slots if slot.is_initialized]
-        lengths = {slot.length if type(slot) is KVSlot and slot.rows == len(sources) else None for slot in slots}
-        storages = [storage for slot in slots for storage in slot.storages]
-        library, (length, *others) = kernels(), lengths or {None}
-        alike = length is not None and not others and beam_idx.device.type == "cpu" and self._have_no_own_lengths()
-        if alike and not isinstance(library, str):
-            return library.reorder.default(storages, sources, length)
+        slots, library = [slot for slot in self.slots if slot.is_initialized], kernels()
+        plain = all(type(slot) is KVSlot and slot.row_lengths is None and slot.rows == len(beam_idx) for slot in slots)
+        lengths, storages = {slot.length for slot in slots}, [storage for slot in slots for storage in slot.storages]
+        plain = plain and all(each.device.type == "cpu" and each.is_contiguous() for each in storages)
+        if plain and len(lengths) == 1 and not isinstance(library, str):
+            return library.reorder.default(storages, beam_idx.tolist(), lengths.pop())
         for slot in self.slots:
             slot.reorder_in_place(beam_idx)
-
-    def _have_no_own_lengths(self) -> bool:
-        return all(slot.row_lengths is None for slot in self.slots)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for slot in self.slots:

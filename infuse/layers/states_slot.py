@@ -112,12 +112,16 @@ class StatesSlot(Slot):
     def _select(self, rows: Tensor) -> None:
         if not self._held:
             return
+        device = self._held[0].device
+        if self.repeats == 1 and device.type != "cpu":  # where asking for numbers would make the host wait
+            self._held = tuple(each.index_select(0, rows.to(device)) for each in self._held)
+            return
         sources = (rows // self.repeats).tolist()
         together = sources[:: self.repeats]
         if [source for source in together for _ in range(self.repeats)] != sources:
             together, self.repeats = sources, 1
         if together != list(range(self._held[0].shape[0])):
-            index = torch.tensor(together, device=self._held[0].device)
+            index = torch.tensor(together, device=device)
             self._held = tuple(each.index_select(0, index) for each in self._held)
 
 

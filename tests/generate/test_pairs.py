@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessor
 
 import infuse
 from infuse.cache_names import cache_in
-from infuse.errors import InfuseError
+from infuse.errors import ContextLimitError, InfuseError
 from infuse.generate.pair_cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
@@ -357,3 +357,40 @@ def test_rows_of_states_may_move_in_the_middle_of_an_answer(steps: Counted) -> N
         answers.append(model.generate(**encoded(BY_NAME["bart"]), **asked))
     assert torch.equal(*answers) and counted(steps) == DIRECT
     assert not torch.equal(answers[0], original.generate(**encoded(BY_NAME["bart"]), max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}])
+def test_a_users_own_preparation_is_called_at_each_step(how: dict[str, Any], steps: Counted) -> None:
+    """Set on the model, as PEFT does."""
+    _, engine = pair("t5")
+    prepare, called = engine.module.prepare_inputs_for_generation, []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return prepare(*args, **kwargs)
+
+    engine.module.prepare_inputs_for_generation = own
+    engine.generate(**encoded(BY_NAME["t5"]), max_new_tokens=NEW, **how)
+    assert len(called) == NEW and counted(steps) == 0
+
+
+def test_rows_that_are_stored_in_another_order_move_too() -> None:
+    """Keys that a caller assigned may be a view, of which our kernel knows nothing."""
+    generator = torch.Generator().manual_seed(0)
+    cache, theirs = PairCache(KVCache(), StatesCache()), EncoderDecoderCache(DynamicCache(), DynamicCache())
+    keys, values = (torch.randn(2, 5, 3, 4, generator=generator).transpose(1, 2) for _ in range(2))
+    for each in (cache, theirs):
+        each.self_attention_cache.update(keys.contiguous(), values.contiguous(), 0)
+        each.self_attention_cache.layers[0].keys = keys.clone(memory_format=torch.preserve_format)
+        each.reorder_cache(torch.tensor([1, 0]))
+    for name in ("keys", "values"):
+        ours, wanted = (getattr(each.self_attention_cache.layers[0], name) for each in (cache, theirs))
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_the_cap_on_tokens_holds_in_a_decoder(name: str) -> None:
+    engine = infuse.init_inference(made(BY_NAME[name]), dtype="fp32", max_out_tokens=40, progress=False)
+    with pytest.raises(ContextLimitError):
+        engine.generate(**encoded(BY_NAME[name]), max_new_tokens=50)
+    assert engine.generate(**encoded(BY_NAME[name]), max_new_tokens=8).shape[1] >= 8
