@@ -91,15 +91,16 @@ class CrossAttention:
         return (self.qkv.kv,) if isinstance(self.qkv, PackedKeys) else (self.qkv.k, self.qkv.v)
 
     def _keys_and_values(self, binder: Binder, name: str) -> list[FoundLinear]:
-        linears = [binder.linear(path) for path in self._paths()]
-        if len(linears) == 1:
-            kv = linears[0]
-            linears = [replace(kv, rows=kv.rows // 2)] * 2
-        for number, (target, linear) in enumerate(zip(("k", "v"), linears, strict=True)):
-            path = self._paths()[number if len(self._paths()) > 1 else 0]
-            rows = () if len(self._paths()) > 1 else (Span(0, number * linear.rows, (number + 1) * linear.rows),)
-            binder.fill_linear(f"{name}.{target}", (path,), linear.bias, rows=rows)
-        return linears
+        paths = self._paths()
+        linears = [binder.linear(path) for path in paths]
+        if len(paths) == 2:
+            for target, path, linear in zip("kv", paths, linears, strict=True):
+                binder.fill_linear(f"{name}.{target}", (path,), linear.bias)
+            return linears
+        both, half = linears[0], linears[0].rows // 2
+        for target, first in (("k", 0), ("v", half)):
+            binder.fill_linear(f"{name}.{target}", paths, both.bias, rows=(Span(0, first, first + half),))
+        return [replace(both, rows=half)] * 2
 
     def _scale(self, binder: Binder, settings: str, width: int) -> float:
         if self.scale is None:

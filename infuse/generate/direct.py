@@ -68,7 +68,8 @@ class DirectSteps:
             if not (args and output is args[0]):  # dropout returns its input
                 calls.append(Call(module, args, kwargs, output))
 
-        cache = getattr(cache := cache_in(inputs), "self_attention_cache", cache)
+        given = cache_in(inputs)
+        cache = getattr(given, "self_attention_cache", given)
         if isinstance(cache, KVCache):
             cache.snapshot()
         with interrupts.held_back(), TemporaryHooks() as hooks:  # one step long, so that no hook is left behind

@@ -271,9 +271,7 @@ def _read(calls: Sequence[Call], parts: Parts, pair: Any, x: Any, cos_sin: Any) 
         if call.module is not block:
             return None
         given = _given(call, x, pair, bias)
-        if given is not None and given.pop("position_embeddings", None) is not cos_sin:
-            return None
-        if given is None:
+        if given is None or given.pop("position_embeddings", None) is not cos_sin:
             return None
         masks.append(given.get(STATES_MASK))
         x, bias = (call.output[0], call.output[1]) if _hands_on(block) else (call.output, None)
