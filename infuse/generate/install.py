@@ -27,9 +27,9 @@ from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
-from infuse.generate.pair_cache import PREPARES, install_pair, is_pair
-from infuse.generate.pair_loop import decode_pair
-from infuse.generate.pair_steps import PairSteps
+from infuse.generate.pairs.cache import PREPARES, install_pair, is_pair
+from infuse.generate.pairs.loop import decode_pair
+from infuse.generate.pairs.steps import PairSteps
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend

@@ -15,7 +15,7 @@ from transformers.generation import LogitsProcessor
 import infuse
 from infuse.cache_names import cache_in
 from infuse.errors import ContextLimitError, InfuseError
-from infuse.generate.pair_cache import PairCache
+from infuse.generate.pairs.cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.stack import Answer

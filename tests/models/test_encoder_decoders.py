@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import infuse
 from infuse.cache_names import cache_argument
 from infuse.errors import InfuseError, UnsupportedCall
-from infuse.generate.pair_cache import PairCache
+from infuse.generate.pairs.cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, TEXTS, both, encoded, made

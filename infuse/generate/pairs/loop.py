@@ -13,7 +13,7 @@ from torch import Tensor
 from infuse.cache_names import cache_in
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.generate.loop import decode, prepares_alone
-from infuse.generate.pair_cache import PairCache
+from infuse.generate.pairs.cache import PairCache
 from infuse.parallel.group import LOCAL, Group
 
 
