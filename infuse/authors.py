@@ -67,6 +67,16 @@ def _package_of(function: Any) -> str:
     return package_of(function if isinstance(function, type) else type(function))
 
 
+def users_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether a user has put a hook around a module's forward."""
+    return are_users(hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks))
+
+
+def are_users(hooks: Iterable[dict[int, Callable]]) -> bool:
+    """Whether there is a user's among some modules' hooks."""
+    return not all(is_librarys(hook) for each in hooks if each for hook in each.values())
+
+
 def users_methods(cls: type, libraries: Collection[str] = LIBRARIES) -> Iterator[str]:
     """Methods of a library's class that a user's subclass overrides or that were patched, as "Class.method".
 

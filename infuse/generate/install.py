@@ -21,13 +21,13 @@ from transformers.generation import GenerationMixin
 
 from infuse import interrupts
 from infuse.architectures.quantized_elsewhere import QUANTIZERS
-from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, with_wrapped
+from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, users_hooks, with_wrapped
 from infuse.cache_names import cache_in
 from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
-from infuse.generate.pairs.cache import PREPARES, install_pair, is_pair
+from infuse.generate.pairs.cache import PREPARES, encoders_in, install_pair, is_pair
 from infuse.generate.pairs.loop import decode_pair
 from infuse.generate.pairs.steps import PairSteps
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
@@ -35,7 +35,7 @@ from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
 from infuse.graphs.forward import Forward, explained
 from infuse.graphs.graphed_cache import GraphedCache
-from infuse.graphs.pool import BucketPool
+from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
@@ -47,8 +47,6 @@ from infuse.layers.named_attention import names_ours
 from infuse.layers.slot import StateSlot
 from infuse.parallel.group import LOCAL, Group
 
-# Initial room in the cache for new tokens; it doubles for longer answers.
-_PREPARED_TOKENS = 512
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
@@ -131,7 +129,7 @@ def install(
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches:
             buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group, kv_cache)
-        for part in map(module.get_submodule, graphs.inside or ("",)):
+        for part in map(module.get_submodule, graphs.inside or ("", *encoders_in(module))):
             forward: Any = vars(part).get("forward")
             part.forward = Forward(part, forward, backend if graphs.forward else None)  # type: ignore[assignment]
             part._infuse = Installed(limit_tokens, min_new_tokens, caches, None, group)  # type: ignore[assignment]
@@ -144,7 +142,7 @@ def install(
         module.generate = partial(generate, module)  # type: ignore[assignment]
         if caches and getattr(module, _STATEFUL, False):
             setattr(module, _STATEFUL, False)
-    elif isinstance(direct, PairSteps) and _passes_on(type(module)):
+    elif is_pair(module) and (direct is not None or buckets is not None) and _passes_on(type(module)):
         module.generate = partial(_generate_own, module)  # type: ignore[assignment]
     if caches:
         install_pair(module)
@@ -218,7 +216,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     asked.refuse_candidates()
     _begin_anew(self, cache_in(arguments))
     if installed.caches and asked.takes_our_cache():
-        prepared = min(total, prompt + _PREPARED_TOKENS)
+        prepared = min(total, prompt + PREPARED_TOKENS)
         if installed.buckets is not None and _can_replay(self, installed.are_replayed):
             graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
         capacity, limit = installed.limit_tokens or prepared, installed.limit_tokens
@@ -316,7 +314,7 @@ def _can_replay(module: nn.Module, are_replayed: LibraryCalls) -> bool:
     parts = list(module.modules())
     named = [part.named for part in parts if isinstance(part, Experts) and part.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
-    if compiled or others or not ours_only:
+    if compiled or others or not ours_only or users_hooks(parts[1:]):
         return False
     users_forward = forward.own if isinstance(forward, Forward) else None  # set on the instance before
     return (users_forward is None or is_librarys(users_forward, _REPLAYED)) and are_replayed(parts)
@@ -371,14 +369,18 @@ class _Asked:
 
     def loop_of_pair(self, installed: Installed) -> Callable[..., Any] | None:
         """Return our loop for a model with an encoder: for greedy search, sampling and beams."""
-        if type(installed.direct) is not PairSteps or not loops_are_own(self._model, "_beam_search"):
+        direct, buckets = installed.direct, installed.buckets
+        buckets = buckets if buckets is not None and _can_replay(self._model, installed.are_replayed) else None
+        if not is_pair(self._model) or not (isinstance(direct, PairSteps) or buckets is not None):
+            return None
+        if not loops_are_own(self._model, "_beam_search"):
             return None
         if any(self.value(name) for name in (*_NOT_OURS_OF_PAIRS, *_SPECULATE)) or self._kwargs.get(_LOOP) is not None:
             return None
         streamer, beams = self._kwargs.get("streamer"), self.value("num_beams") or 1
         if (self.value("num_beam_groups") or 1) > 1 or (streamer is not None and beams > 1):
             return None  # transformers refuses them, and would not if it were given a loop
-        return partial(decode_pair, streamer=streamer, group=installed.group, direct=installed.direct)
+        return partial(decode_pair, streamer=streamer, group=installed.group, direct=direct, buckets=buckets)
 
     def refuse_candidates(self) -> None:
         """Raise UnsupportedCall for candidates that transformers' loops would refuse in the middle of an answer."""

@@ -1,6 +1,6 @@
 """Bucket: a KV cache of one batch size and capacity, and the CUDA graphs of decode steps that update it in place.
 
-It neither loops nor samples.
+Steps that read an encoder's states hold these, too. It neither loops nor samples.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from torch import Tensor
 
 from infuse.cache_names import CACHE_NAMES, FORMER
 from infuse.graphs.capture import Backend
+from infuse.graphs.held_states import SHOWN, GivenStates, HeldStates
 from infuse.graphs.runner import FirstError, GraphRunner
 from infuse.graphs.signature import Unsupported
 from infuse.layers.cache import KVCache
+from infuse.layers.held_count import HeldCounts
+
+_KNOWN_STATES = 16  # most places of states: a batch of ever other shapes would add them without end
 
 
 class Bucket:
@@ -52,7 +56,8 @@ class Bucket:
 
     def nbytes(self) -> int:
         """Device memory of the cache and the graphs in bytes."""
-        return self.cache.nbytes() + self.graphs.nbytes()
+        states = sum(held.nbytes() for held in self._step.states.values())
+        return self.cache.nbytes() + states + self.graphs.nbytes()
 
     def reset(self) -> None:
         """Empty the cache for another call of `generate`, and keep the graphs."""
@@ -72,24 +77,46 @@ class Bucket:
         self._step.addresses = addresses
         self._zero_from = tokens + 1  # the step writes one token, with or without a graph
 
-    def replay(self, forward: Callable[..., Any], tokens: int, inputs: Mapping[str, Any], cache_name: str) -> Any:
+    def hold(self, given: GivenStates) -> Hashable:
+        """Copy an answer's states to where graphs read them, and return the key of the place."""
+        states = self._step.states
+        key = given.key(room := given.room())
+        if key in states:
+            states[key].fill(given)
+            return key
+        if len(states) >= _KNOWN_STATES:
+            states.clear()
+            self.graphs.clear()
+        states[key] = HeldStates(given, room)
+        return key
+
+    def replay(
+        self,
+        forward: Callable[..., Any],
+        tokens: int,
+        inputs: Mapping[str, Any],
+        cache_name: str,
+        states: Hashable = None,
+    ) -> Any:
         """Replay one step of `forward` after `tokens` and return its output; None if there is no graph (yet).
 
-        A mask in `inputs` must cover the whole capacity. A replay adds the step's token to the cache's length.
+        A mask of tokens in `inputs` must cover the whole capacity. `states`: the key of an encoder's states that are
+        held, which are not in `inputs`. A replay adds the step's token to the cache's length.
         """
         self.bind(tokens)
         self._step.forward, self._step.cache_name = forward, cache_name
         places = torch.arange(tokens, tokens + 2, device=self.cache.storages()[0].device)
-        output = self.graphs.replay((places,), inputs)
+        output = self.graphs.replay((places, states), inputs)
         if output is not None:
             for slot in self.cache.layers:
                 slot.length = tokens + 1
         return output
 
-    @property
-    def result_name(self) -> str:
-        """Key under which the forward returns the cache."""
-        return self._step.result_name
+    def complete(self, output: Any, cache: Any, given: GivenStates | None) -> None:
+        """Put into a replay's output what the forward returns besides the logits."""
+        output[self._step.result_name] = cache
+        if given is not None and self._step.shows_states:
+            output[SHOWN] = given.states_BLC
 
     def _storage(self) -> Tensor | None:
         return next(iter(self.cache.storages()), None)
@@ -102,25 +129,44 @@ class _Step:
         self.cache = cache
         self.forward: Callable[..., Any] | None = None
         self.cache_name = self.result_name = FORMER  # of the argument, and in what the forward returns
+        self.shows_states = False  # whether the forward returns the encoder's states, too
         self.addresses: tuple[int, ...] = ()  # of the cache's storages
+        self.states: dict[Hashable, HeldStates] = {}
         self._weights = weights
 
     def state(self) -> Hashable:
         """State that graphs depend on besides their arguments."""
         return None if self._weights is None else self._weights(), self.addresses
 
-    def __call__(self, places: Tensor, **inputs: Any) -> Any:
-        """Return the logits; `places` holds the index at which the token is written, and the tokens including it."""
+    def __call__(self, places: Tensor, states: Hashable, **inputs: Any) -> Any:
+        """Return the logits, and hidden states of the token.
+
+        `places` holds the index at which the token is written, and the tokens including it.
+        """
         assert self.forward is not None
+        held = None if states is None else self.states[states]
+        cache: Any = self.cache if held is None else held.pair(self.cache)
         self.cache.hold_place(places[0], places[1])
         try:
-            output: Any = self.forward(**{self.cache_name: self.cache}, **inputs)
+            more = {} if held is None else held.arguments()
+            with HeldCounts():
+                output: Any = self.forward(**{self.cache_name: cache}, **inputs, **more)
         finally:
             self.cache.hold_place(None)
         caches = [name for name in output if name in CACHE_NAMES] if isinstance(output, Mapping) else []
-        # Others, such as hidden states, would cover empty room.
-        if len(caches) != 1 or set(output) != {"logits", *caches} or output[caches[0]] is not self.cache:
+        shown = [SHOWN] if held is not None and SHOWN in output else []
+        results = {name: value for name, value in output.items() if name not in (*caches, *shown)} if caches else {}
+        # Others, such as attentions, would cover empty room.
+        of_token = all(name == "logits" or _is_of_one_token(value) for name, value in results.items())
+        if len(caches) != 1 or "logits" not in results or not of_token or output[caches[0]] is not cache:
             raise Unsupported(f"a step that returns {type(output).__name__}")
-        self.result_name = caches[0]
+        self.result_name, self.shows_states = caches[0], bool(shown)
         kind: Any = type(output)
-        return kind(logits=output["logits"])
+        return kind(**results)
+
+
+def _is_of_one_token(value: Any) -> bool:
+    """Whether it is a tensor [B, 1, C], or a tuple of such tensors: hidden states of the step's token."""
+    if isinstance(value, tuple):
+        return all(map(_is_of_one_token, value))
+    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == 1

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from infuse.authors import LIBRARIES, users_methods
+from infuse.authors import LIBRARIES, are_users, users_methods
 from infuse.cache_names import cache_in
 from infuse.errors import OutOfMemory
 from infuse.graphs.capture import Backend
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.graphs.runner import GraphRunner, Places
 from infuse.graphs.signature import Unsupported, rebuilt, signature
+from infuse.layers.cache import pair_of
 from infuse.layers.gradient import refusing
 from infuse.parallel.group import Group
 
@@ -36,6 +37,7 @@ class Forward:
         self.graphs = None if backend is None else GraphRunner(self._run, backend, state=self._state)
         self._judged: Callable | None = None  # the class's forward that `_is_users` describes
         self._is_users = False
+        self._hooks: list[dict[int, Callable]] | None = None  # of each module inside
 
     @property
     def run(self) -> Callable:
@@ -52,14 +54,17 @@ class Forward:
         return self._places(), type(self._module).forward
 
     def _calls(self) -> bool:
-        """Whether every call must run the module: a user overrides or has patched its library's forward."""
+        """Whether every call must run the module: a user's forward or hook has to run, inside of it, too."""
         if self.graphs is None:
             return True
         forward = type(self._module).forward
         if forward is not self._judged:
             methods = users_methods(type(self._module), LIBRARIES - {"torch"})
             self._is_users, self._judged = any(name.endswith(".forward") for name in methods), forward
-        return self._is_users
+        if self._hooks is None:
+            inside = [part for part in self._module.modules() if part is not self._module]
+            self._hooks = [hooks for part in inside for hooks in (part._forward_pre_hooks, part._forward_hooks)]
+        return self._is_users or (any(self._hooks) and are_users(self._hooks))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -75,6 +80,7 @@ class Forward:
             return self._run(*args, **kwargs)
         try:
             cache = cache_in(kwargs)
+            cache = cache if (pair := pair_of(cache)) is None else pair.self_attention_cache
             if isinstance(cache, GraphedCache) and (output := cache.replay(self.run, args, kwargs)) is not None:
                 return output
             if self._calls():

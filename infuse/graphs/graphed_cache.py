@@ -1,12 +1,13 @@
 """GraphedCache: a KV cache that lets any loop that calls the model replay graphs of decode steps.
 
-The loop may be our own, transformers' (beam search) or the caller's.
+The loop may be our own, transformers' (beam search) or the caller's. In a model with an encoder it is the first half of
+a pair, and the second holds the encoder's states.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import interrupts
-from infuse.cache_names import CACHE_NAMES
+from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.graphs.bucket import Bucket
+from infuse.graphs.held_states import ENCODED, MASK, GivenStates
 from infuse.graphs.pool import BucketPool
-from infuse.layers.cache import KVCache
+from infuse.layers.cache import KVCache, pair_of
 from infuse.layers.slot import Slot
 
 
@@ -28,6 +30,7 @@ class GraphedCache(KVCache):
     def __init__(self, pool: BucketPool, batch: int, tokens: int):
         self._pool = pool
         self._takes_mask: bool | None = None
+        self._states: tuple[Bucket, GivenStates, Hashable] | None = None  # an encoder's, and where they are held
         self.bucket: Bucket | None = pool.take(batch, tokens)
         with pool.backend.turn():  # wait for earlier uses of the bucket on other streams
             super().__init__(self.bucket.capacity_tokens, self.bucket.limit_tokens, pool.format)
@@ -39,7 +42,7 @@ class GraphedCache(KVCache):
         if self.bucket is None:
             return
         with self._pool.backend.turn():  # else another stream may overwrite the tokens while they are copied
-            bucket, self.bucket = self.bucket, None
+            bucket, self.bucket, self._states = self.bucket, None, None
             self.layers = [slot.copied() for slot in bucket.cache.layers] if keep else []
             self.more = self.more if keep else {}
             self._pool.give_back(bucket)
@@ -63,23 +66,36 @@ class GraphedCache(KVCache):
 
     def replay(self, forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Replay the graph of a decode step with these arguments; None if the caller has to call `forward` itself."""
-        bucket = self.bucket
-        if bucket is None or args or torch.is_grad_enabled() or not self.can_use_cuda_graph(kwargs):
+        bucket, cache = self.bucket, cache_in(kwargs)
+        pair = pair_of(cache)
+        of_tokens = _Names("" if pair is None else "decoder_")
+        if bucket is None or args or torch.is_grad_enabled() or not self.can_use_cuda_graph(kwargs, of_tokens):
+            return None
+        given = None if pair is None else GivenStates.of(pair.cross_attention_cache, kwargs)
+        if pair is not None and given is None:
             return None
         with self._pool.backend.turn():
             tokens = self.layers[0].length
             if tokens == bucket.capacity_tokens:
                 bucket = self._grow(bucket)
-            inputs = self._padded(forward, kwargs, tokens, bucket.capacity_tokens)
+            inputs = self._padded(forward, kwargs, of_tokens, tokens, bucket.capacity_tokens)
             name = next(name for name in CACHE_NAMES if kwargs.get(name) is not None)
-            output = bucket.replay(forward, tokens, inputs, name)
+            output = bucket.replay(forward, tokens, inputs, name, self._held(bucket, given))
         if output is not None:
-            output[bucket.result_name] = self
+            bucket.complete(output, cache, given)
         return output
 
-    def can_use_cuda_graph(self, kwargs: Mapping[str, Any]) -> bool:
+    def _held(self, bucket: Bucket, given: GivenStates | None) -> Hashable:
+        """Where the bucket holds the states that are given, once for all steps until others are."""
+        if given is None:
+            return None
+        if self._states is None or self._states[0] is not bucket or not given.are(self._states[1]):
+            self._states = bucket, given, bucket.hold(given)
+        return self._states[2]
+
+    def can_use_cuda_graph(self, kwargs: Mapping[str, Any], of_tokens: _Names) -> bool:
         """Whether a call is a decode step: one token for each row of the cache, at the same index in all rows."""
-        ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        ids, mask, positions = (kwargs.get(name) for name in (of_tokens.ids, of_tokens.mask, of_tokens.positions))
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or ids.dtype != torch.long:
             return False
         if not self.even(ids.shape[0]) or self.storages()[0].device != ids.device:
@@ -92,18 +108,35 @@ class GraphedCache(KVCache):
         return mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (ids.shape[0], cached_tokens + 1))
 
     def _padded(
-        self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
+        self,
+        forward: Callable[..., Any],
+        kwargs: Mapping[str, Any],
+        of_tokens: _Names,
+        tokens: int,
+        capacity_tokens: int,
     ) -> dict[str, Any]:
-        """Return a step's arguments in one signature for all steps: no cache, the mask padded to the capacity."""
-        inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in (*CACHE_NAMES, "attention_mask")}
-        mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
+        """Return a step's arguments in one signature for all steps: no cache, the mask padded to the capacity.
+
+        Of a pair's also without the encoder's states and their mask.
+        """
+        left = {*CACHE_NAMES, of_tokens.mask, *((ENCODED, MASK) if of_tokens.prefix else ())}
+        inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in left}
+        mask, ids = kwargs.get(of_tokens.mask), kwargs[of_tokens.ids]
         if self._takes_mask is None:
-            self._takes_mask = "attention_mask" in inspect.signature(forward).parameters
+            self._takes_mask = of_tokens.mask in inspect.signature(forward).parameters
         if mask is None and self._takes_mask:  # without one, some models make it on the host
             mask = ids.new_ones(ids.shape[0], tokens + 1)
         if mask is not None:
-            inputs["attention_mask"] = F.pad(mask, (0, capacity_tokens - tokens - 1))
+            inputs[of_tokens.mask] = F.pad(mask, (0, capacity_tokens - tokens - 1))
         return inputs
+
+
+class _Names:
+    """What a model calls its arguments of tokens."""
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+        self.ids, self.mask, self.positions = prefix + "input_ids", prefix + "attention_mask", prefix + "position_ids"
 
 
 def _plain(

@@ -12,6 +12,7 @@ from infuse.graphs.runner import FirstError
 from infuse.parallel.group import LOCAL, Group
 
 _SMALLEST_TOKENS = 64
+PREPARED_TOKENS = 512  # initial room in a cache for new tokens; it doubles for longer answers
 
 
 class BucketPool:

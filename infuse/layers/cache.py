@@ -188,8 +188,8 @@ def keys_in(cache: Any, index: int | None, tokens: int) -> tuple[Any, int]:
     if cache is None:
         return 0, tokens
     if isinstance(cache, KVCache):
-        start = cache.slot(index or 0).length
-        return start, start + tokens
+        slot = cache.slot(index or 0)
+        return slot.get_seq_length(), slot.get_mask_sizes(tokens)[0]
     return cache.get_seq_length(index), cache.get_mask_sizes(tokens, index)[0]
 
 

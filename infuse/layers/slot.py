@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from infuse import memory
 from infuse.errors import ContextLimitError, InfuseError, UnsupportedCall
+from infuse.layers.held_count import HeldCount
 from infuse.ops.cache_rows import SCALE_BYTES, dequantize_rows, quantize_rows
 
 _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
@@ -360,7 +361,9 @@ class KVSlot(Slot):
 
     def get_seq_length(self) -> int:
         """Number of tokens, or the tensor `place` while it is set; transformers' static cache returns a tensor, too."""
-        return self.length if self.place is None else self.place  # type: ignore[return-value]
+        if self.place is None or self.key_storage is None:
+            return self.length
+        return HeldCount.of(self.place, 1, self.key_storage.shape[2] - 1)  # type: ignore[return-value]
 
     def reset(self) -> None:
         self.length, self.row_lengths, self.unpaired = 0, None, ""

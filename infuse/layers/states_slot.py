@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -101,6 +102,17 @@ class StatesSlot(Slot):
     def copied(self) -> StatesSlot:
         slot = copy.copy(self)
         slot._held = tuple(each.clone() for each in self._held)
+        return slot
+
+    def rows_of_batch(self) -> list[Tensor]:
+        """Stored keys and values [B, H, L, D], with a row for each row of the batch."""
+        return [each if self.repeats == 1 else each.repeat_interleave(self.repeats, 0) for each in self._held]
+
+    def with_room(self, more: int) -> StatesSlot:
+        """Return a copy with its own storage, a row for each row of the batch, and zeros for `more` states."""
+        slot = copy.copy(self)
+        slot._held = tuple(F.pad(each, (0, 0, 0, more)).clone() for each in self.rows_of_batch())
+        slot.repeats, slot.length = 1, self.length + more if self._held else 0
         return slot
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -226,7 +226,7 @@ def test_steps_in_one_call_end_where_the_cache_is_full(
     name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step more would find no room in the first attention, after the states before it have been overwritten."""
-    monkeypatch.setattr(install, "_PREPARED_TOKENS", 0)  # so that the cache has to grow
+    monkeypatch.setattr(install, "PREPARED_TOKENS", 0)  # so that the cache has to grow
     original = BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=False)
     engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
     assert torch.equal(answer(engine, max_new_tokens=100), answer(original, max_new_tokens=100))
@@ -238,7 +238,7 @@ def test_a_step_that_fails_after_a_state_has_been_overwritten_raises(
     name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot be made again: here it finds no room, of which it was told."""
-    monkeypatch.setattr(install, "_PREPARED_TOKENS", 0)
+    monkeypatch.setattr(install, "PREPARED_TOKENS", 0)
     with_room = StackCall.with_room
     monkeypatch.setattr(StackCall, "with_room", lambda *args: (with_room(*args)[0], math.inf))
     engine = infuse.init_inference(BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=False), dtype="fp32")

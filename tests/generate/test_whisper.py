@@ -15,9 +15,7 @@ import torch
 import transformers as t
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import interpolate
 from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import Cache
 from transformers.generation import LogitsProcessor
 
 import infuse
@@ -26,46 +24,10 @@ from infuse.layers.block import Block
 from infuse.layers.stack import Answer
 from infuse.native import kernels
 from tests.models.encoder_decoders import BY_NAME, encoded, made
-from tests.models.families import enlarge
+from tests.models.whisper import END, FALLBACK, FRAMES, ID, SPECIAL, TIMES, sounds, whisper
+from tests.support.same_results import assert_same
 
 NAME: Any = cache_argument(t.BartForConditionalGeneration.forward)
-# Whisper's vocabulary, with the bytes as its words and three languages.
-END = 256
-SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>", "<|transcribe|>",
-           "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]  # fmt: skip
-ID = {word: END + index for index, word in enumerate(SPECIAL)}
-TIMES = END + len(SPECIAL)  # the token of 0.00 s
-STATES = 100  # of a window, 2 s long
-FRAMES = 2 * STATES
-
-
-def whisper(seed: int = 0, states: int = STATES, model: Any = t.WhisperForConditionalGeneration, **more: Any) -> Any:
-    """A model with the generation config of a multilingual one: about half of what it says are times."""
-    torch.manual_seed(seed)
-    values: dict[str, Any] = dict(
-        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=4,
-        encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=TIMES + states + 1, num_mel_bins=16,
-        max_source_positions=states, max_target_positions=64, pad_token_id=END, bos_token_id=END, eos_token_id=END,
-        decoder_start_token_id=ID["<|startoftranscript|>"], suppress_tokens=None, begin_suppress_tokens=None,
-        median_filter_width=7,
-    )  # fmt: skip
-    made = model(t.WhisperConfig(**(values | more))).eval()
-    enlarge(made)
-    words = made.get_input_embeddings().weight
-    with torch.no_grad():
-        words.copy_(0.3 * torch.randn(words.shape))
-        words[TIMES:] *= 0.3
-        made.model.decoder.embed_positions.weight.mul_(20)  # else it says one word again and again
-    config = made.generation_config
-    config.pad_token_id = config.eos_token_id = END
-    config.lang_to_id = {word: ID[word] for word in ("<|en|>", "<|de|>", "<|fr|>")}
-    config.task_to_id = {word: ID[f"<|{word}|>"] for word in ("translate", "transcribe")}
-    config.is_multilingual, config.no_timestamps_token_id = True, ID["<|notimestamps|>"]
-    config.prev_sot_token_id, config.max_initial_timestamp_index = ID["<|startofprev|>"], 50
-    config.alignment_heads = [[0, 1], [1, 0], [1, 3]]
-    config.suppress_tokens = [ID[word] for word in SPECIAL if word not in ("<|endoftext|>", "<|notimestamps|>")]
-    config.begin_suppress_tokens = [32, END]
-    return made
 
 
 def injected(original: Any) -> Any:
@@ -85,41 +47,6 @@ def pair(**how: Any) -> tuple[Any, Any]:
 @cache
 def text_pair(name: str) -> tuple[Any, Any]:
     return (original := made(BY_NAME[name])), injected(original)
-
-
-def sounds(*frames: int, seed: int = 1) -> dict[str, Tensor]:
-    """Features of sounds that change about every half second, padded to the longest, and their mask."""
-    generator, longest = torch.Generator().manual_seed(seed), max(frames)
-    features = interpolate(torch.randn(len(frames), 16, longest // 40, generator=generator), longest, mode="linear") * 2
-    mask = (torch.arange(longest) < torch.tensor(frames)[:, None]).long()
-    return {"input_features": features * mask[:, None], "attention_mask": mask}
-
-
-def assert_same(found: Any, exact: Any) -> None:
-    """Equal tokens, and near scores, times and states, in whatever holds them."""
-    if isinstance(exact, Tensor):
-        assert isinstance(found, Tensor) and found.shape == exact.shape
-        if exact.is_floating_point():
-            torch.testing.assert_close(found, exact, rtol=1e-4, atol=5e-4, equal_nan=True)
-        else:
-            assert torch.equal(found, exact)
-    elif isinstance(exact, EncoderDecoderCache):
-        for half in ("self_attention_cache", "cross_attention_cache"):
-            assert_same(getattr(found, half), getattr(exact, half))
-    elif isinstance(exact, Cache):
-        caches: tuple[Any, Any] = found, exact
-        assert_same(*([(each.keys, each.values) for each in held.layers] for held in caches))
-    elif isinstance(exact, dict):
-        assert [*found] == [*exact]
-        for key, value in exact.items():
-            assert_same(found[key], value)
-    elif isinstance(exact, (list, tuple)):
-        alike = type(found) is type(exact) and len(found) == len(exact)
-        assert alike, f"{exact} became {found}"[:500]
-        for one, other in zip(found, exact, strict=True):
-            assert_same(one, other)
-    else:
-        assert type(found) is type(exact) and found == exact
 
 
 def answers(models: tuple[Any, ...], asked: Callable[[], dict[str, Any]] | dict[str, Any], **given: Any) -> list[Any]:
@@ -188,7 +115,6 @@ def config_of(model: Any, **changes: Any) -> Any:
 
 
 PROMPT = torch.tensor([ID["<|startofprev|>"], 70, 71, 72])
-FALLBACK = dict(temperature=(0.0, 0.2, 0.4), compression_ratio_threshold=1.2, logprob_threshold=-1.5)
 LONG: dict[str, dict[str, Any]] = {
     "a language": dict(language="en"),
     "languages heard": {},

@@ -15,6 +15,7 @@ import infuse
 from infuse.graphs.capture import CudaBackend
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.runner import GraphRunner, LocalGraph
+from tests.models import encoder_decoders
 from tests.models.families import BY_NAME, inputs
 from tests.support.decoding import NAMES
 from tests.support.on_gpu import CUDA, moved, needs_gpu
@@ -92,7 +93,7 @@ def test_decode_steps_are_captured(name: str) -> None:
 
 
 def test_batches_lengths_and_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install.PREPARED_TOKENS", 20)
     original, engine = llama(), infuse.init_inference(llama(), dtype="fp32")
     for batch, tokens, new in ((2, 5, 20), (1, 40, 9), (3, 3, 110), (1, 70, 12), (2, 5, 3), (3, 60, 60), (2, 5, 1)):
         given = moved(inputs(BY_NAME["llama"], batch=batch, tokens=tokens, padding="left"))
@@ -110,6 +111,32 @@ def test_loops_that_are_not_ours(mode: dict[str, Any]) -> None:
         )
     (bucket,) = buckets(engine).idle
     assert bucket.graphs.captured() == len(bucket.graphs.standing()) == 1
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m-100", "t5", "whisper", "vit-gpt2"])
+def test_models_with_an_encoder(name: str) -> None:
+    """One graph of the encoder, one of steps, one of steps of beams; texts of other lengths share them."""
+    family = encoder_decoders.BY_NAME[name]
+    original = encoder_decoders.made(family).to(CUDA)
+    engine = infuse.init_inference(encoder_decoders.made(family).to(CUDA), dtype="fp32", enable_cuda_graph=True)
+    for seed in range(4):
+        given = moved(encoder_decoders.encoded(family, padding="right", seed=seed))
+        for asked in ({}, dict(num_beams=3)):
+            exact = original.generate(**given, **asked, max_new_tokens=20)
+            assert torch.equal(engine.generate(**given, **asked, max_new_tokens=20), exact)
+    assert sum(bucket.graphs.captured() for bucket in buckets(engine).idle) == 2
+    assert engine.module.get_encoder().forward.graphs.captured() == 1
+
+
+def test_hooks_inside_run_in_each_step() -> None:
+    engine, heard = infuse.init_inference(llama(), dtype="fp32"), []
+    handle = engine.module.model.layers[0].register_forward_hook(lambda *args: heard.append(1))
+    given = moved(inputs(BY_NAME["llama"], batch=2))
+    engine.generate(**given, max_new_tokens=9)
+    assert len(heard) == 9 and not sum(bucket.graphs.captured() for bucket in buckets(engine).idle)
+    handle.remove()
+    engine.generate(**given, max_new_tokens=9)
+    assert sum(bucket.graphs.captured() for bucket in buckets(engine).idle) == 1
 
 
 def test_ends_and_streamers() -> None:

@@ -238,7 +238,7 @@ def test_streamers_that_take_batches() -> None:
 @pytest.mark.parametrize("name", ["llama", "bloom", "gemma2", "gpt-neo"])
 def test_growing_changes_the_bucket(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket is for 20 tokens more than the prompt at first: 64, then 128."""
-    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install.PREPARED_TOKENS", 20)
     engine, backend = graphed(made(name))
     ends = rows_of(name, **padded(name), max_new_tokens=110)[1][90]
     for mode in (
@@ -356,7 +356,7 @@ def test_a_model_that_reads_the_device_goes_on_without(mode: dict[str, Any], pad
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_capture_that_fails(at: int, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, or that in a grown bucket: the tokens so far stay, and rows that had ended stay ended."""
-    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install.PREPARED_TOKENS", 20)
     engine, backend = graphed(made("llama"))
     rows = rows_of("llama", **padded(), max_new_tokens=80)
     capture = backend.capture
@@ -439,6 +439,25 @@ def test_watched_models_run_without() -> None:
     assert backend.captures
 
 
+def test_hooks_inside_are_heard_in_every_step() -> None:
+    """Also where they change what a layer returns: they are in no graph that is replayed after they are gone."""
+    exact, (engine, backend) = made("llama"), graphed(made("llama"), forward=True)
+    given = padded()
+    for _ in range(2):
+        handles = [
+            model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+            for model in (exact, engine.module)
+        ]
+        changed = [model.generate(**given, max_new_tokens=6) for model in (exact, engine)]
+        logits = [model(**given, use_cache=False).logits for model in (exact, engine.module) for _ in range(4)]
+        assert torch.equal(*changed) and all(torch.allclose(each, logits[0], atol=1e-4) for each in logits)
+        assert not backend.captures
+        for handle in handles:
+            handle.remove()
+    same("llama", engine, **given, max_new_tokens=6)
+    assert len(backend.captures) == 1
+
+
 def test_threads() -> None:
     engine, _ = graphed(made("llama"))
     given = [padded(batch=1 + i % 2, tokens=5 + i, padding=None, seed=i) for i in range(4)]
@@ -499,7 +518,7 @@ def test_a_place_takes_one_token_at_a_time() -> None:
     assert cache.even(2) and not cache.even(1) and not KVCache().even(1)
     place, count = torch.tensor(3), torch.tensor(4)
     cache.hold_place(place, count)
-    assert cache.is_compileable and cache.get_seq_length() is place and cache.get_mask_sizes(1, 0) == (64, 0)
+    assert cache.is_compileable and cache.get_seq_length().counted is place and cache.get_mask_sizes(1, 0) == (64, 0)
     keys, _ = cache.update(torch.full((2, 1, 1, 4), 5.0), torch.ones(2, 1, 1, 4), 0)
     assert keys.shape[2] == 64 and torch.equal(keys[:, :, 3], torch.full((2, 1, 4), 5.0))
     assert cache.layers[0].allowed(2)[0, 0, 0].nonzero().flatten().tolist() == [2, 3]

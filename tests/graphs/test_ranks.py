@@ -44,6 +44,8 @@ def graphed_ranks(
         monkey.setattr(
             "infuse.layers.embedding.check", lambda *args: None
         )  # a look on the host, which is for CPUs alone
+        # Hooks stand for what goes wrong inside of layers, and would keep them from being captured.
+        monkey.setattr("infuse.generate.install.users_hooks", lambda modules: False)
         use = GraphUse(backend, steps=steps, forward=forward)
         engine._handles = install(
             engine.module, limit_tokens=None, min_new_tokens=1, caches=True, graphs=use, group=engine.group

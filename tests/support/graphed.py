@@ -18,14 +18,17 @@ def graphed(
     forward: bool = False,
     limit_tokens: int | None = None,
     dtype: str = "fp32",
+    kv_cache: str | None = None,
     backend: FakeBackend | None = None,
 ) -> tuple[Any, FakeBackend]:
     """`model` injected, its decode steps and, where asked for, its forward recorded by the backend that comes along."""
-    engine = infuse.init_inference(model, dtype=dtype, max_out_tokens=limit_tokens)
+    engine = infuse.init_inference(model, dtype=dtype, max_out_tokens=limit_tokens, kv_cache=kv_cache)
     uninstall(model, engine._handles)
     backend = backend or FakeBackend()
     graphs = GraphUse(backend, steps=True, forward=forward)
-    engine._handles = install(model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs)
+    engine._handles = install(
+        model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs, kv_cache=kv_cache
+    )
     return engine, backend
 
 

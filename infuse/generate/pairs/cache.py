@@ -15,7 +15,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.states_slot import StatesCache
 
 PREPARES = "_prepare_cache_for_generation"  # the method of transformers in which `generate` makes its caches
-_PLAIN = "DynamicLayer"
+_DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # ours keeps tokens outside of a window, which masks hide
 
 
 class PairCache(EncoderDecoderCache):
@@ -41,6 +41,12 @@ def is_pair(module: Any) -> bool:
     return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
 
 
+def encoders_in(module: Any) -> list[str]:
+    """The path of the encoder that `generate` runs before the decoder's steps, in a list; an empty one without any."""
+    encoder = module.get_encoder() if is_pair(module) and hasattr(module, "get_encoder") else None
+    return [path for path, part in module.named_modules() if part is encoder and part is not module]
+
+
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Prepare the cache as the model's class does, and put ours in the place of new dynamic ones.
 
@@ -57,8 +63,8 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
 
 
 def _is_new(cache: Any) -> bool:
-    """Whether it is a cache of transformers' that keeps all tokens, and holds none yet."""
+    """Whether it is a cache of transformers' that grows, and holds no token yet."""
     layers = getattr(cache, "layers", ())
     return type(cache) is DynamicCache and all(
-        type(layer).__name__ == _PLAIN and not layer.is_initialized for layer in layers
+        type(layer).__name__ in _DYNAMIC and not layer.is_initialized for layer in layers
     )

@@ -6,25 +6,46 @@ transformers' `generate`, also that of a model's own class (Whisper), prepares e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from infuse.cache_names import cache_in
+from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.generate.loop import decode, prepares_alone
 from infuse.generate.pairs.cache import PairCache
+from infuse.graphs.graphed_cache import GraphedCache
+from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.parallel.group import LOCAL, Group
 
 
 def decode_pair(
     model: Any, input_ids: Tensor, generation_config: Any, streamer: Any = None, group: Group = LOCAL,
-    direct: DirectSteps | None = None, **given: Any,
+    direct: DirectSteps | None = None, buckets: BucketPool | None = None, **given: Any,
 ) -> Any:  # fmt: skip
     """Return what transformers' own loop for this generation config returns, for decoder ids [B, T].
 
-    `given`: the processors, the criteria, and the model's arguments.
+    `given`: the processors, the criteria, and the model's arguments. With `buckets` its steps are CUDA graphs.
     """
+    pair, name = cache_in(given), next((name for name in CACHE_NAMES if given.get(name) is not None), None)
+    if buckets is None or name is None or type(pair) is not PairCache or pair.get_seq_length():
+        return _decoded(model, input_ids, generation_config, streamer, group, direct, given)
+    most, prompt_tokens = generation_config.max_length, input_ids.shape[1]
+    prepared = prompt_tokens + PREPARED_TOKENS
+    graphed = GraphedCache(buckets, len(input_ids), prepared if most is None else min(most, prepared))
+    given[name], result = PairCache(graphed, pair.cross_attention_cache), None
+    try:
+        result = _decoded(model, input_ids, generation_config, streamer, group, direct, given)
+        return result
+    finally:
+        graphed.end(keep=cache_in(result if isinstance(result, Mapping) else {}) is given[name])
+
+
+def _decoded(
+    model: Any, input_ids: Tensor, generation_config: Any, streamer: Any, group: Group, direct: DirectSteps | None,
+    given: dict[str, Any],
+) -> Any:  # fmt: skip
     beams = (generation_config.num_beams or 1) > 1
     given["generation_config"] = generation_config
     if not beams:
