@@ -254,7 +254,9 @@ SEAMLESS = MBART.but(
     **_cross("cross_attention", "cross_attention_layer_norm"),
 )
 # The layers of NLLB-MoE without a mixture.
-NLLB_MOE = SEAMLESS.but(layer=_M + "nllb_moe.modeling_nllb_moe.NllbMoeDecoderLayer", norm2=Norm("ff_layer_norm", LAYER))
+NLLB_MOE = SEAMLESS.but(
+    layer=_M + "nllb_moe.modeling_nllb_moe.NllbMoeDecoderLayer", norm2=Norm("ff_layer_norm", LAYER), clamps=True
+)
 _GROUPED = dict(heads="num_attention_heads", kv_heads="num_key_value_heads", out=f"{_SELF}.o_proj")
 CANARY = MBART.but(
     layer=_M + "canary.modeling_canary.CanaryDecoderLayer",

@@ -30,6 +30,7 @@ T5 = LayerSpec(
     norm2=Norm("layer.1.layer_norm", RMS),
     mlp=MLP(up=_MLP + "wi", down=_MLP + "wo", activation=_ACTIVATION),
     returns=BIASED,
+    clamps=True,
     when=(("is_decoder", False), ("is_gated_act", False)),
 )
 _OWN_BIAS = dict(position=RelativeBias(_ATTENTION + "relative_attention_bias.weight"))
@@ -101,6 +102,7 @@ PIX2STRUCT = LayerSpec(
     program=before_norms(_TEXT),
     values=(STATES, STATES_MASK),
     unread=("encoder_decoder_position_bias",),
+    clamps=True,
     returns=LISTED,
 )  # fmt: skip
 

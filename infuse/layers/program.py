@@ -22,6 +22,8 @@ from infuse.architectures.program import (
     ATTENTION,
     CARRY,
     CAT,
+    CLAMP,
+    CLAMP_INFINITE,
     CLIP,
     COS_SIN,
     EMBED,
@@ -191,6 +193,17 @@ def _add_norm_stream(name: str, scale: float, s: Stream, parts: Parts) -> None:
     s.branch = None
 
 
+def _clamp(limit: float, s: Stream, parts: Parts) -> None:
+    if s.x.dtype == torch.float16:
+        s.x = s.y = s.x.clamp(-limit, limit)
+
+
+def _clamp_infinite(limit: float, s: Stream, parts: Parts) -> None:
+    if s.x.dtype == torch.float16:  # without asking for a value, for which the host would wait
+        most = torch.isfinite(s.x).all().to(s.x.dtype) * (LARGEST - limit) + limit
+        s.x = s.y = torch.minimum(torch.maximum(s.x, -most), most)
+
+
 _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
     {
         NORM: lambda step, _: partial(_norm_of_sum, step.part, step.over) if step.over else partial(_norm, step.part),
@@ -206,6 +219,8 @@ _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
         ADD: lambda step, _: partial(_add, step.scale),
         NORM_NARROWED: lambda step, _: partial(_norm_narrowed, step.part),
         ADD_WIDE: lambda step, _: partial(_add_wide, step.scale),
+        CLAMP: lambda step, _: partial(_clamp, step.scale),
+        CLAMP_INFINITE: lambda step, _: partial(_clamp_infinite, step.scale),
         ADD_NORM: lambda step, _: partial(_add_norm, step.part, step.scale),
         ADD_NORM_STREAM: lambda step, _: partial(_add_norm_stream, step.part, step.scale),
     }

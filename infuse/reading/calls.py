@@ -47,6 +47,15 @@ class LayerCall:
         """The call with `value` for these arguments."""
         return replace(self, arguments={**self.arguments, **dict.fromkeys(names, value)})
 
+    def in_dtype(self, dtype: torch.dtype) -> LayerCall:
+        """The call with hidden states in `dtype`, and all other tensors that had theirs."""
+        wide = self.hidden.dtype
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.dtype == wide else value
+
+        return replace(self, hidden=cast(self.hidden), arguments=tree_map(cast, dict(self.arguments)))
+
     @property
     def text(self) -> str:
         """The call in words: "a prompt, without a cache, without a mask"."""

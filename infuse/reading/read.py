@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -24,6 +25,7 @@ from infuse.errors import SpecMismatch, in_brief
 from infuse.reading.attention import AttentionReader, cores
 from infuse.reading.calls import NOT_REACHED, LayerCall
 from infuse.reading.effects import outside_reads
+from infuse.reading.finite import take_clamp
 from infuse.reading.graph import PAST, LayerGraph, op_name
 from infuse.reading.mlp import ReadMLP, read_mlp
 from infuse.reading.stream import MLP_PART, Stream
@@ -42,12 +44,17 @@ def read(layer: nn.Module, calls: Sequence[LayerCall]) -> Bound:
     if not calls:
         raise SpecMismatch(name, [NOT_REACHED])
     readers: list[Reader] = []
+    if torch.float16 in {parameter.dtype for parameter in layer.parameters()}:
+        # What layers do in float16 alone is not seen in the calls of a model that runs on meta in a wider dtype.
+        calls = [call.in_dtype(torch.float16) for call in calls]
     for call in calls:
         reader = Reader(layer, call, *traced(layer, call), readers[0] if readers else None)
         if mismatch := reader.try_to_read():
             if readers:
                 raise SpecMismatch(name, [f"has a branch: for {call.text}, it {mismatch.differences[0]}"])
             raise mismatch
+        if reader.told.asks_finite:
+            reader.clamp = _clamp_of(layer, call, reader)
         readers.append(reader)
     first = readers[0]
     for other in readers[1:]:
@@ -71,8 +78,18 @@ def read(layer: nn.Module, calls: Sequence[LayerCall]) -> Bound:
         arguments=tuple(argument.name for argument in arguments if argument.kind is argument.POSITIONAL_OR_KEYWORD),
         returns=first.returns,
     )
-    shape = LayerShape(program=first.program, held=first.held(), call=call_spec)
+    shape = LayerShape(program=(*first.program, *first.clamp), held=first.held(), call=call_spec)
     return Bound(shape, tuple(first.fills), index, package_of(type(layer)))
+
+
+def _clamp_of(layer: nn.Module, call: LayerCall, finite: Reader) -> Program:
+    """What a layer does where its values are not finite: the same, and a clamp."""
+    reader = Reader(layer, call, *traced(layer, call, finite=False), finite.first)
+    if mismatch := reader.try_to_read():
+        raise mismatch
+    if not reader.clamp or finite.clamp or reader.result[:-1] != finite.result[:-1]:
+        raise SpecMismatch(type(layer).__name__, ["does more than to clamp its result where values are not finite"])
+    return reader.clamp
 
 
 @dataclass
@@ -90,6 +107,7 @@ class Reader:
     parts: dict[str, PartShape] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)
     program: Program = ()
+    clamp: Program = ()  # of the result, in float16
     returns: str = TENSOR
     causal: bool | None = None
     mixer: str = ""
@@ -108,6 +126,7 @@ class Reader:
 
     def read(self) -> None:
         graph = self.graph
+        self.clamp = take_clamp(graph, self.told.asks_finite)
         scaled = norms(graph)
         for unit in scaled:
             self._claim(f"norm {unit.weight or ''}".strip(), graph.before([unit.node], frozenset({unit.x})), {unit.x})
@@ -142,7 +161,7 @@ class Reader:
 
     @property
     def result(self) -> tuple[Any, ...]:
-        return self.program, self.parts, self.returns, {*self.fills}, self.out
+        return self.program, self.parts, self.returns, {*self.fills}, self.out, self.clamp
 
     def lines(self) -> list[str]:
         return self.graph.lines(self.graph.operations()).split(", ")

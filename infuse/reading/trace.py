@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from infuse.errors import SpecMismatch, in_brief
 from infuse.reading.calls import CACHE, LayerCall
 from infuse.reading.effects import attributes, changed, containers
+from infuse.reading.finite import Answers
 from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, is_in_layer
 
 _LOGGERS = ("torch.__trace", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
@@ -56,12 +57,17 @@ class Told:
     attention: list[AttentionCall] = field(default_factory=list)
     appended: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # attributes of its modules
+    asks_finite: bool = False  # in float16, whether values are finite
 
 
-def traced(layer: nn.Module, call: LayerCall) -> tuple[LayerGraph, Told]:
-    """Trace one call of `layer`, all tensors of which are on meta. SpecMismatch says why it cannot be traced."""
+def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True) -> tuple[LayerGraph, Told]:
+    """Trace one call of `layer`, all tensors of which are on meta. SpecMismatch says why it cannot be traced.
+
+    `finite`: the answer to a layer that asks whether its values are finite.
+    """
     told = Told()
-    called = _Called(layer, call, told)
+    answers = Answers(finite)
+    called = _Called(layer, call, told, answers)
     printed = io.StringIO()
     try:
         with (
@@ -71,6 +77,7 @@ def traced(layer: nn.Module, call: LayerCall) -> tuple[LayerGraph, Told]:
             _silent(),
             _without_finalizers(),
             contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(io.StringIO()),  # where PyTorch prints the graph of what fails
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -81,6 +88,9 @@ def traced(layer: nn.Module, call: LayerCall) -> tuple[LayerGraph, Told]:
         raise SpecMismatch(_name(layer), ["prints while it runs"])
     if told.changed:
         raise SpecMismatch(_name(layer), [f"keeps state: a call changes {', '.join(told.changed)}"])
+    if not finite and not answers.are_clamped:
+        raise SpecMismatch(_name(layer), ["asks whether other values are finite than those that it clamps"])
+    told.asks_finite = bool(answers.asked)
     graph = LayerGraph(_name(layer), program, called.names, f"{_LAYER}.")
     if called.varying and (branches := _branches(program)):
         raise SpecMismatch(_name(layer), [f"has a branch on a size: {branches}"])
@@ -102,9 +112,9 @@ def _name(layer: nn.Module) -> str:
 class _Called(nn.Module):
     """The call of a layer as a module whose inputs are all tensors of the call; a cache is made inside."""
 
-    def __init__(self, layer: nn.Module, call: LayerCall, told: Told):
+    def __init__(self, layer: nn.Module, call: LayerCall, told: Told, answers: Answers):
         super().__init__()
-        self.layer = layer
+        self.layer, self._answers = layer, answers
         leaves, self._structure = tree_flatten_with_path(dict(call.arguments))
         self._constants = [None if isinstance(leaf, Tensor) or leaf is CACHE else leaf for _, leaf in leaves]
         self._tensors = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -147,7 +157,7 @@ class _Called(nn.Module):
         for i in self._caches:
             leaves[i] = _Appends(tensors[-1], self._told)
         before = attributes(self.layer, *containers(self.layer).items())
-        with _as_called():
+        with _as_called(), self._answers:
             results = self.layer(hidden, **tree_unflatten(leaves, self._structure))
         self._told.changed = changed(before, attributes(self.layer, *containers(self.layer).items()))
         return results
