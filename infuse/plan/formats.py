@@ -95,26 +95,29 @@ class Formats:
         ]
 
     def groups(self, fill: Fill, path: str) -> tuple[tuple[int, ...], ...]:
-        """Group the numbers of the sources of `fill` by format and by act-order, in order.
+        """Group the numbers of the sources of `fill` by format, by act-order, and by whether codes are kept, in order.
 
         Only neighbours form a group, whose rows then are neighbours, too; but if the fill orders `rows`, any sources.
         """
-        groups: list[tuple[_InOrder, list[int]]] = []
-        for number, stored in enumerate(self._in_order(fill, path)):
-            near = [group for other, group in (groups if fill.rows else groups[-1:]) if other == stored]
+        groups: list[tuple[tuple[_InOrder, bool], list[int]]] = []
+        for number, (source, chosen) in enumerate(zip(fill.sources, self._in_order(fill, path), strict=True)):
+            key = (chosen, self._is_kept(named(path, source), chosen.format))
+            near = [group for other, group in (groups if fill.rows else groups[-1:]) if other == key]
             if near:
                 near[0].append(number)
             else:
-                groups.append((stored, [number]))
+                groups.append((key, [number]))
         return tuple(tuple(group) for _, group in groups)
 
     def is_as_stored(self, fill: Fill, path: str, format: QuantFormat) -> bool:
         """Whether the checkpoint stores all sources of `fill`, below `path`, in this format, none in act-order."""
-        names = [named(path, source) for source in fill.sources]
-        stored = [self._stored.formats.get(name) for name in names]
-        if any(name in self._stored.orders for name in names):
-            return False
-        return all(text is not None and stored_alike(text, str(format)) for text in stored)
+        return all(self._is_kept(named(path, source), format) for source in fill.sources)
+
+    def _is_kept(self, name: str, format: QuantFormat | None) -> bool:
+        """Whether the checkpoint stores the tensor `name` in this format, and not in act-order."""
+        stored = self._stored.formats.get(name)
+        alike = stored is not None and format is not None and stored_alike(stored, str(format))
+        return alike and name not in self._stored.orders
 
     def as_stored(self, fill: Fill, path: str, format: QuantFormat | None) -> Fill:
         """Return `fill` with this format."""

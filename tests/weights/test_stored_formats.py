@@ -154,6 +154,21 @@ def test_another_quant_tells_what_is_lost(tmp_path: Path) -> None:
     assert "int4:32:f16 for self_attn.qkv" in text
 
 
+def test_codes_beside_a_matrix_that_is_rounded_are_kept(tmp_path: Path) -> None:
+    """k is rounded to the format that q and v are stored in: their codes are still taken, though all formats agree."""
+    weights, _ = publish(
+        tmp_path, "llama", lambda name: "int8:32:f16" if "k_proj" in name else everywhere("int4:32:f16")(name), **SIZES
+    )
+    engine = loaded(tmp_path, quant={"weight": {"post_init_quant": {"k_proj": "int4:32:f16"}}})
+    found = {source: tensors for sources, (tensors, _) in held(engine).items() for source in sources.split()}
+    for name in "qkv":
+        source = f"model.layers.1.self_attn.{name}_proj.weight"
+        assert torch.equal(found[source]["data"], weights[source].tensors["data"]) == (name != "k"), name
+    text = str(engine.plan)
+    assert "3 matrices are stored in int8:32:f16 and become int4:32:f16" in text
+    assert "self_attn.qkv (q_proj) and self_attn.qkv (v_proj) and self_attn.out and mlp.up and mlp.down, taken" in text
+
+
 def test_the_ordinary_rule_proves_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tolerance of a format is added for codes that are copied: an error of 0.2 % of a scale is found."""
     publish(tmp_path, "llama", everywhere("int4:32:f16"), **SIZES)
