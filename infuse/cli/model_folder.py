@@ -104,7 +104,8 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
     import infuse
     from infuse.errors import CheckpointError
 
-    known = config.dtype is not None  # otherwise transformers takes the dtype of the first weight
+    # Otherwise transformers takes the dtype of the first weight; of a quantized one it tells nothing.
+    known = config.dtype is not None or bool(quantization(model_dir, config))
     alone = not (model_dir / SHARDS).is_file() and settings.keys().isdisjoint(("tensor_parallel", "moe"))
     try:
         if known or not alone:

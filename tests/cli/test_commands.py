@@ -24,6 +24,8 @@ from infuse.native import BINARY
 from tests.support.commands import PROMPT, run
 from tests.support.forked import Program
 from tests.support.published import publish
+from tests.support.quantized_files import BY_CASE
+from tests.support.quantized_files import publish as publish_in_codes
 
 ROOT = Path(__file__).parents[2]
 
@@ -344,3 +346,21 @@ def test_plan_tells_that_a_folder_is_quantized(folder, tmp_path, old):
     out, _ = run("plan", quantized_folder(folder, tmp_path, old=old))
     assert "files  quantized by" in out and "gptq" in out.lower()
     assert "quantized by" not in run("plan", folder)[0]
+
+
+def test_a_folder_of_gptq(folder, tmp_path):
+    """It is read as it is, also without a dtype in its config, and so are the shards of it."""
+    case, model = BY_CASE["gptq-4-asym-v1-order"], LlamaForCausalLM.from_pretrained(folder)
+    for name in ("exact", "coded"):
+        shutil.copytree(folder, tmp_path / name)
+    model.load_state_dict(publish_in_codes(tmp_path / "codes", case, model))
+    model.save_pretrained(tmp_path / "exact")
+    (tmp_path / "codes" / "model.safetensors").replace(tmp_path / "coded" / "model.safetensors")
+    settings, generate = ("--dtype", "float32", "--device", "cpu"), ("--prompt", PROMPT, "--max-new-tokens", 12)
+    wanted, _ = run("generate", tmp_path / "exact", *generate, *settings)
+    for dtype in (None, "float16"):
+        coded = changed(tmp_path / "coded", quantization_config=dict(case.config), dtype=dtype)
+        assert run("generate", coded, *generate, *settings)[0] == wanted
+    for out in (run("plan", coded, *settings)[0], run("shard", coded, tmp_path / "out", *settings)[0]):
+        assert "int4:32:asymmetric:f16 in act-order for mlp.down, taken as it is, " in out
+    assert run("generate", tmp_path / "out", *generate, "--device", "cpu")[0] == wanted
