@@ -15,7 +15,7 @@ from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.lazy import LazyTensor
 from infuse.weights.sources import find_files
-from tests.support.quantized_files import BY_CASE, gptq, packed, write
+from tests.support.quantized_files import BY_CASE, fp8_blocks, gptq, packed, write
 
 WEIGHT = torch.randn(64, 96, generator=torch.Generator().manual_seed(2)) * 0.05
 AT = "a.b"
@@ -100,6 +100,29 @@ def test_shapes_of_whole_scales(strategy: str, shape: tuple[int, ...], tmp_path:
     assert torch.equal(read.read(), leaves["weight"].float() * scale[:, None])
 
 
+@pytest.mark.parametrize("axes", [2, 4])
+@pytest.mark.parametrize("shape", [(256, 384), (320, 256), (256, 128), (96, 256), (130, 130), (100, 100)])
+def test_tiles_of_modelopt(shape: tuple[int, int], axes: int, tmp_path: Path) -> None:
+    """It exports [tiles of rows, 1, tiles of inputs, 1]."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.05
+    leaves, values = fp8_blocks(weight, leaf="weight_scale")
+    if axes == 4:
+        leaves["weight_scale"] = leaves["weight_scale"][:, None, :, None]
+    config = dict(quant_method="modelopt", quant_algo="FP8_PB_WO")
+    read, _ = opened(tmp_path, leaves, config)
+    assert torch.equal(read.read(), values)
+    assert torch.equal(read.read((slice(90, 100), slice(60, 100))), values[90:100, 60:100])
+    if shape[1] % 128 == 0:
+        assert read.coded is not None and read.coded.format == ("fp8:f32" if shape[1] == 128 else "fp8:128:f32")
+
+
+def test_scales_of_modelopt_that_are_no_tiles(tmp_path: Path) -> None:
+    leaves, _ = fp8_blocks(torch.randn(256, 256), leaf="weight_scale")
+    leaves["weight_scale"] = leaves["weight_scale"][:, None, :, None].expand(2, 1, 2, 2)
+    with pytest.raises(CheckpointError, match=r"a.b.weight_scale is \(2, 1, 2, 2\) for a weight \(256, 256\)"):
+        opened(tmp_path, leaves, dict(quant_method="modelopt", quant_algo="FP8_PB_WO"))
+
+
 def of_gptq(**more: Any) -> dict[str, Any]:
     return {**BY_CASE["gptq-4-sym-v1"].config, **more}
 
@@ -127,6 +150,20 @@ def test_unclear_sizes_of_other_modules(more: dict[str, Any], told: str, tmp_pat
     with pytest.raises(CheckpointError) as caught:
         opened(tmp_path, gptq(WEIGHT, size=64)[0], of_gptq(**more))
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("target", "bits"), [
+    ("re:a.*", 8), ("re:.*b", 8), ("a.b", 8), ("re:b", 4), ("re:.*\\.c", 4), ("b", 4), ("x.a.b", 4), (".b", 4),
+])  # fmt: skip
+def test_targets_of_compressed_tensors(target: str, bits: int, tmp_path: Path) -> None:
+    """A pattern has to match from the beginning of a module's name on; a name may lack its first parts."""
+    leaves, values = packed(WEIGHT, bits=bits)
+    config = compressed("compressed-w4a16")
+    of_class = config["config_groups"]["group_0"]
+    named = {**of_class, "targets": [target], "weights": {**of_class["weights"], "num_bits": 8}}
+    config["config_groups"] = {"group_0": of_class, "group_1": named}
+    read, _ = opened(tmp_path, leaves, config)
+    assert torch.equal(read.read(), values)
 
 
 # ---- orders ----
@@ -166,3 +203,18 @@ def test_an_order_of_compressed_tensors_that_is_none(tmp_path: Path) -> None:
     leaves["weight_g_idx"].zero_()
     with pytest.raises(CheckpointError, match=r"a.b.weight_g_idx does not give each group 32 of the 96 inputs"):
         opened(tmp_path, leaves, BY_CASE["compressed-w4a16-order"].config)
+
+
+@pytest.mark.parametrize(("actorder", "is_needed"), [
+    ("group", True), ("dynamic", True), ("GROUP", True), (True, True),
+    ("weight", False), ("static", False), (False, False), (None, False),
+])  # fmt: skip
+def test_orders_that_need_a_g_idx(actorder: Any, is_needed: bool, tmp_path: Path) -> None:
+    """Act-order by groups has other names in older files; by weights it changes nothing in a file."""
+    leaves, values = packed(WEIGHT)
+    config = compressed("compressed-w4a16", actorder=actorder)
+    if is_needed:
+        with pytest.raises(CheckpointError, match=f"a.b.weight_g_idx is missing, the config says actorder {actorder}"):
+            opened(tmp_path, leaves, config)
+        leaves["weight_g_idx"] = torch.full((96,), -1, dtype=torch.int32)  # as older files tell that there is none
+    assert torch.equal(opened(tmp_path, leaves, config)[0].read(), values)
