@@ -118,7 +118,7 @@ def test_the_models_config_tells_the_form(tmp_path: Path) -> None:
         ("quantize_config.json", "gptq-4-sym-v1", dict(bits=4, group_size=32, sym=True, desc_act=False)),
         ("quant_config.json", "awq", dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
         ("hf_quant_config.json", "modelopt-nvfp4", dict(quantization=dict(quant_algo="NVFP4", group_size=16))),
-        ("config.json", "fp8-blocks", dict(text_config=dict(quantization_config=BY_CASE["fp8-blocks"].config))),
+        ("config.json", "awq", dict(text_config=dict(quantization_config=BY_CASE["awq"].config))),
     ],
 )
 def test_other_files_tell_the_form(file: str, case: str, content: dict[str, Any], tmp_path: Path) -> None:
@@ -181,6 +181,20 @@ def test_groups_of_compressed_tensors_differ(tmp_path: Path) -> None:
     assert formats(tmp_path) == {"fp8", "int4:32:asymmetric", "int8:row:a8"}
     exact = logits(with_values(llama(), state))
     assert (logits(loaded(tmp_path)) - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(("activations", "format"), [
+    (dict(type="int", num_bits=8), "int4:32:a8"), (dict(type="int", num_bits=4), "int4:32"),
+    (dict(type="float", num_bits=8), "int4:32"), (None, "int4:32"),
+])  # fmt: skip
+def test_activations_that_are_rounded(activations: dict[str, Any] | None, format: str, tmp_path: Path) -> None:
+    """To 8-bit integers alone; others keep 16 bits."""
+    case = BY_CASE["compressed-w4a16"]
+    group = case.config["config_groups"]["group_0"] | {"input_activations": activations}
+    leaves, _ = case.pack(torch.randn(32, 64))
+    config = dict(case.config, config_groups={"group_0": group})
+    write(tmp_path, {f"a.b.{leaf}": one for leaf, one in leaves.items()}, config)
+    assert formats(tmp_path) == {format}
 
 
 def test_bits_of_gptq_differ(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infuse.errors import CheckpointError, ConfigError
+from infuse.quant.parse import quant_format
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.coded.buffers import Tiled
 from infuse.weights.coded.patterns import pattern_fault
@@ -81,6 +82,19 @@ def test_modules_vary_where_the_config_says_so(more: dict[str, Any], is_read: bo
         return
     with pytest.raises(CheckpointError, match="holds other zeros than 7 or 8, the config says sym"):
         opened(tmp_path, tensors, config)
+
+
+@pytest.mark.parametrize("quantizer", ["gptqmodel:2.2.0", ["gptqmodel:7.7.0"], "auto_gptq:0.7.1", None])
+def test_zeros_of_3_bits_depend_on_who_wrote_them(quantizer: Any, tmp_path: Path) -> None:
+    """gptqmodel subtracts the three words of ones in the reverse order, so other zeros lose another number."""
+    leaves, values = gptq(WEIGHT, bits=3, sym=False, version=2)
+    is_of_gptqmodel = "gptqmodel" in str(quantizer)
+    ones = [0x49249249, 0x92492492, 0x24924924][:: -1 if is_of_gptqmodel else 1]
+    words = torch.tensor(ones, dtype=torch.int64).repeat(leaves["qzeros"].shape[1] // 3)
+    leaves["qzeros"] = (leaves["qzeros"].long() - words).to(torch.int32)
+    config = dict(BY_CASE["gptq-3-asym-v1"].config, meta={"quantizer": quantizer})
+    read = matrix(opened(tmp_path, {f"{AT}.{leaf}": one for leaf, one in leaves.items()}, config))
+    assert torch.equal(read.read(), values)
 
 
 # ---- numbers that are NaN ----
@@ -271,6 +285,22 @@ def unpacked_of_torchao(folder: Path, codes: Tensor, zeros: Tensor) -> LazyTenso
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "torchao"}}))
     save_file(tensors, folder / "model.safetensors", metadata)
     return matrix(Checkpoint(find_files(str(folder))))
+
+
+@pytest.mark.parametrize(("kind", "more", "format"), [
+    ("Int8Tensor", {}, "int8:row"),
+    ("Int8Tensor", {"act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs"}}, "int8:row:a8"),
+    ("IntxUnpackedToInt8Tensor", {"target_dtype": "torch.int8"}, "int8:row"),
+    ("IntxUnpackedToInt8Tensor", {"target_dtype": "torch.int8", "activation_quantization": "int8_asym_per_token"},
+     "int8:row:a8"),
+])  # fmt: skip
+def test_activations_of_torchao(kind: str, more: dict[str, Any], format: str, tmp_path: Path) -> None:
+    data = {"block_size": [1, 128], **more}
+    metadata = {f"{AT}.weight": json.dumps({"_type": kind, "_data": data})}
+    codes, scale = torch.randint(-128, 128, (64, 128), dtype=torch.int8), torch.rand(64, 1).bfloat16()
+    save_file({f"{AT}._weight_qdata": codes, f"{AT}._weight_scale": scale}, tmp_path / "model.safetensors", metadata)
+    read = matrix(Checkpoint(find_files(str(tmp_path))))
+    assert format_of(read) == str(quant_format(format)) and torch.equal(read.read(), codes.float() * scale.float())
 
 
 @pytest.mark.parametrize(("zero", "format"), [(7, "int4"), (8, "int8"), (-100, "int8")])

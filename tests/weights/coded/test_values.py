@@ -36,7 +36,8 @@ def test_values_are_those_of_the_layout(case: Case, tmp_path: Path, monkeypatch:
     assert read.shape == values.shape and read.dtype == torch.float32
     assert (read.coded.format if read.coded else "") == (case.format and str(quant_format(case.format)))
     assert torch.equal(read.read(), values)
-    for part in ((slice(3, 50),), (slice(33, 34), slice(64, 128)), (slice(0, 0),), (slice(95, 96), slice(128, 256))):
+    rows = ((slice(3, 50),), (slice(50, 96),), (slice(0, 0),))
+    for part in (*rows, (slice(33, 34), slice(64, 128)), (slice(95, 96), slice(128, 256))):
         assert torch.equal(read.read(part), values[part]), part
 
 
@@ -63,6 +64,19 @@ def test_codes_are_cut_along_inputs(case: Case, tmp_path: Path) -> None:
         assert joined.coded is not None
         cut = CodedTensor(joined.shape, torch.float32, joined.coded)
         assert torch.equal(cut.read((slice(3, 60),)), wanted[3:60])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("inputs", [256, 72])  # of 72, blocks cross rows and rows begin within a number
+def test_dtypes_that_only_hold_the_bytes(dtype: torch.dtype, inputs: int, tmp_path: Path) -> None:
+    """bitsandbytes stores bytes of codes as numbers of another dtype, so that FSDP can shard them."""
+    leaves, values = BY_CASE["nf4"].pack(WEIGHT[:, :inputs].contiguous())
+    leaves["weight"] = leaves["weight"].view(-1).view(dtype).unsqueeze(1)
+    folder = write(tmp_path, {f"a.b.{leaf}": one for leaf, one in leaves.items()}, BY_CASE["nf4"].config)
+    read = opened(folder).pieces["a.b.weight"].first
+    assert (read.coded is None) == (inputs == 72)
+    for part in ((), (slice(3, 50),), (slice(7, 8), slice(0, 64)), (slice(5, 5),)):
+        assert torch.equal(read.read(part), values[part]), part
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "compressed-fp8-block", "compressed-w4a16", "awq", "fbgemm"])

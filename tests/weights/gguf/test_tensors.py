@@ -108,6 +108,18 @@ def test_stacked_matrices_keep_no_codes_in_an_order(has_order):
     assert torch.equal(stacked.read()[1], data.tensor.flip(1).float() if has_order else data.tensor.float())
 
 
+@pytest.mark.parametrize("types", (("Q8_0", "Q8_0"), ("Q8_0", "Q4_0")))
+def test_gate_and_up_that_alternate_in_one_tensor(path, types):
+    """gpt-oss: codes of two types cannot alternate, so they become values."""
+    pair = {f"blk.0.ffn_{name}_exps.weight": torch.randn(2, 6, 64) for name in ("gate", "up")}
+    stored = write(path, "gpt-oss", {}, pair, lambda name, tensor: types["_up_" in name])
+    tensor = named_tensors(open_parts([path]))["model.layers.0.mlp.experts.gate_up_proj"]
+    assert (tensor.coded is None) == (types[0] != types[1])
+    wanted = torch.stack(tuple(stored.values()), dim=2).flatten(1, 2).transpose(1, 2)
+    assert torch.equal(tensor.read(), wanted)
+    assert torch.equal(tensor.read((slice(1, 2), slice(32, 64), slice(3, 8))), wanted[1:2, 32:64, 3:8])
+
+
 def test_nvfp4_with_a_scale_of_its_own(path):
     tensors = {
         "blk.0.attn_v.weight": torch.randn(8, 64), "blk.0.attn_v.scale": torch.tensor([0.375]),
