@@ -210,7 +210,7 @@ def _llama(meta: Metadata) -> dict[str, Any]:
 
 
 def _mistral(meta: Metadata) -> dict[str, Any]:
-    return {"sliding_window": meta.get("attention.sliding_window", None)} | _class("Mistral")
+    return {"sliding_window": meta.get("attention.sliding_window", 0) or None} | _class("Mistral")
 
 
 def _granite(meta: Metadata) -> dict[str, Any]:

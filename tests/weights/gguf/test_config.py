@@ -172,6 +172,36 @@ def test_pattern_of_windows(config_of, architecture):
     assert "layer_types" not in config_of(architecture, more)
 
 
+@pytest.mark.parametrize("architecture", ("mistral", "phi3"))
+def test_a_window_of_0_is_none(config_of, architecture):
+    """transformers would hide every key."""
+    assert config_of(architecture, {"attention.sliding_window": 8})["sliding_window"] == 8
+    for keys in ({"attention.sliding_window": 0}, {}):
+        assert config_of(architecture, keys)["sliding_window"] is None
+
+
+@pytest.mark.parametrize(("architecture", "blocks"), (("gemma2", 46), ("gemma3", 62)))
+def test_queries_of_27b_are_scaled_by_the_hidden_state(config_of, architecture, blocks):
+    """As if heads tiled it: 64 / 4. The heads of other sizes are scaled by their own width."""
+    for count, wanted in ((blocks, 16), (blocks - 1, 32)):
+        keys = {"block_count": count, "attention.key_length": 32, "rope.dimension_count": 32}
+        assert config_of(architecture, keys)["query_pre_attn_scalar"] == wanted
+
+
+def test_rotation_within_windows_of_gemma3(config_of):
+    rotation = config_of("gemma3", {"rope.freq_base": 1e6, "rope.freq_base_swa": 5e3})["rope_parameters"]
+    assert rotation["full_attention"]["rope_theta"] == 1e6 and rotation["sliding_attention"]["rope_theta"] == 5e3
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"), (({"eos": 1, "eot": 5}, [1, 5]), ({"eos": 1, "eot": 1}, 1), ({"eot": 5}, [5]))
+)
+def test_a_turn_ends_an_answer(tmp_path, ids, wanted):
+    keys = {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()}
+    write(tmp_path / "model.gguf", "llama", llama_values(SIZES) | keys, {"token_embd.weight": torch.ones(32, 64)})
+    assert config_values(open_parts([tmp_path / "model.gguf"]))["eos_token_id"] == wanted
+
+
 @pytest.mark.parametrize("key", ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"))
 def test_scales(config_of, key):
     """Granite's config has them all, Llama's none: it takes those that change nothing."""
