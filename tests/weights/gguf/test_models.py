@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import infuse
 from infuse.errors import CheckpointError
+from infuse.plan.kinds import BLOCK
+from infuse.quant.parse import quant_format
 from infuse.weights.gguf.blocks import FORMATS
 from tests.support.gguf_files import llama_tensors, llama_values, matrices_in, permuted, write
 
@@ -23,15 +25,20 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**values, **changes})).eval()
 
 
-def loaded(model, path, **settings):
-    """Logits of a model of the same config on meta, with the values of the file."""
+def loaded(model, path):
+    """An engine of a model of the same config on meta, with the values of the file."""
     with torch.device("meta"):
         empty = type(model)(model.config)
-    engine = infuse.init_inference(
-        empty.eval(), checkpoint=str(path), dtype=torch.float32, replace_with_kernel_inject=True, **settings
+    return infuse.init_inference(
+        empty.eval(), checkpoint=str(path), dtype=torch.float32, replace_with_kernel_inject=True
     )
-    with torch.no_grad():
-        return engine(IDS).logits
+
+
+def assert_kept(engine, formats):
+    """Both layers are blocks with the codes of the file: refused ones would have their values, and the same logits."""
+    blocks = [step for step in engine.plan.steps if step.depth == BLOCK]
+    assert len(blocks) == 2 and " become" not in str(engine.plan), str(engine.plan)
+    assert {format for step in blocks for format in step.formats.values()} == {*formats}
 
 
 def expected(model, stored):
@@ -59,7 +66,9 @@ def test_llama_in_every_type(tmp_path, type):
     path, model = tmp_path / "model.gguf", tiny_llama()
     stored = write(path, "llama", llama_values(model.config), llama_tensors(model), matrices_in(type))
     wanted = expected(model, unpermuted_llama(model, stored))
-    torch.testing.assert_close(loaded(model, path), wanted, rtol=1e-4, atol=1e-4)
+    engine = loaded(model, path)
+    torch.testing.assert_close(engine(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert_kept(engine, [str(quant_format(FORMATS[type]))] if type in FORMATS else [])
 
 
 def test_llama_as_transformers_loads_it(tmp_path):
@@ -69,7 +78,7 @@ def test_llama_as_transformers_loads_it(tmp_path):
     with torch.no_grad():
         wanted = theirs(IDS).logits
     assert theirs.config.num_key_value_heads == model.config.num_key_value_heads
-    torch.testing.assert_close(loaded(model, path), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loaded(model, path)(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf"))
     engine = infuse.init_inference(
@@ -96,7 +105,9 @@ def test_a_tied_head_and_mixed_types(tmp_path):
         if heads:
             by_name[name] = value[torch.argsort(permuted(torch.arange(len(value)), heads))]
     wanted = expected(model, by_name | {"lm_head.weight": by_name["model.embed_tokens.weight"]})
-    torch.testing.assert_close(loaded(model, path), wanted, rtol=1e-4, atol=1e-4)
+    engine = loaded(model, path)
+    torch.testing.assert_close(engine(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert_kept(engine, ["q4_k", "q6_k"])
 
 
 def test_split_files(tmp_path):
@@ -105,14 +116,14 @@ def test_split_files(tmp_path):
     whole = tmp_path / "whole.gguf"
     values, tensors = llama_values(model.config), llama_tensors(model)
     write(whole, "llama", values, tensors, matrices_in("Q8_0"))
-    wanted = loaded(model, whole)
+    wanted = loaded(model, whole)(IDS).logits
     folder = tmp_path / "parts"
     folder.mkdir()
     write(folder / "model.gguf", "llama", values, tensors, matrices_in("Q8_0"), most_tensors=8)
     parts = sorted(folder.iterdir())
     assert [part.name for part in parts] == [f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     for source in (parts[0], parts[2], folder):
-        torch.testing.assert_close(loaded(model, source), wanted)
+        torch.testing.assert_close(loaded(model, source)(IDS).logits, wanted)
     with torch.device("meta"):
         empty = type(model)(model.config)
     engine = infuse.init_inference(empty, checkpoint=[str(part) for part in reversed(parts)], dtype=torch.float32)

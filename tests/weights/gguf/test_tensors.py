@@ -7,14 +7,17 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import infuse
+from infuse.architectures.packing import StackedExperts
 from infuse.errors import CheckpointError
+from infuse.weights.foreign.merged import Merged
 from infuse.weights.gguf.config import config_values
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.names import FREQUENCIES, named_tensors
 from infuse.weights.gguf.parts import open_parts
 from infuse.weights.gguf.rotary import rope_parameters
-from infuse.weights.gguf.tensors import matrix
+from infuse.weights.gguf.tensors import Alternating, matrix
 from infuse.weights.lazy import Coded, CodedTensor, InMemory, Order, Stacked
+from infuse.weights.stacked_experts import TallMatrix
 from tests.support.gguf_files import llama_tensors, llama_values, matrices_in, permuted, write
 
 KEYS = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.expert_count": 2}
@@ -25,8 +28,10 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
+@pytest.mark.parametrize("at_once", (1 << 20, 1024))  # values: all rows, or two
 @pytest.mark.parametrize("type", ("F16", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))
-def test_parts_of_a_matrix(path, type):
+def test_parts_of_a_matrix(path, type, at_once, monkeypatch):
+    monkeypatch.setattr("infuse.weights.gguf.tensors.PART_VALUES", at_once)
     stored = write(path, "llama", KEYS, {"output.weight": torch.randn(12, 512)}, matrices_in(type))["output.weight"]
     tensor = named_tensors(open_parts([path]))["lm_head.weight"]
     for rows, columns in ((slice(None), slice(None)), (slice(3, 7), slice(256, 512)), (slice(11, 12), slice(10, 300))):
@@ -65,6 +70,27 @@ def test_rows_of_q_are_unpermuted_in_any_part(path, type):
     assert torch.equal(tensors["model.layers.0.self_attn.q_proj.bias"].read((slice(3, 60),)), weight[3:60, 0])
 
 
+def test_heads_may_differ_between_layers(path):
+    weights = {f"blk.{layer}.attn_q.weight": torch.randn(64, 32) for layer in (0, 1)}
+    stored_as = {name: permuted(weight, heads) for (name, weight), heads in zip(weights.items(), (4, 2), strict=True)}
+    write(path, "llama", {"llama.attention.head_count": [4, 2]}, stored_as)
+    for (name, tensor), weight in zip(named_tensors(open_parts([path])).items(), weights.values(), strict=True):
+        assert torch.equal(tensor.read(), weight), name
+    write(path, "llama", {"llama.attention.head_count": [4]}, stored_as)
+    with pytest.raises(CheckpointError, match="blk.1.attn_q.weight in model.gguf: llama.attention.head_count is None"):
+        named_tensors(open_parts([path]))
+
+
+@pytest.mark.parametrize("type", ("F32", "F16", "BF16"))
+def test_norms_stored_plus_1_lose_no_bits(path, type):
+    """A sum in 16 bits would round those below a half."""
+    name, kept = "blk.0.attn_norm.weight", torch.linspace(-3, 3, 32)
+    stored = write(path, "gemma", {}, {name: kept + 1, "output.weight": torch.ones(2, 32)}, lambda *_: type)
+    made = named_tensors(open_parts([path]))
+    assert torch.equal(made["model.layers.0.input_layernorm.weight"].read(), stored[name].float() - 1)
+    assert torch.equal(made["lm_head.weight"].read().float(), torch.ones(2, 32))
+
+
 def test_up_besides_gate_and_up_in_one(path):
     experts = torch.randn(2, 6, 64)
     write(path, "llama", KEYS, {"blk.0.ffn_up_exps.weight": experts, "blk.0.ffn_gate_up_exps.weight": experts})
@@ -96,16 +122,25 @@ def test_rows_of_plain_experts_are_read_alone(path):
     assert torch.equal(up.read(), experts[1, 3:]) and up.read((slice(2, 2),)).shape == (0, 64)
 
 
+JOINED = {
+    "stacked": lambda one: Stacked([one, one]),
+    "merged": lambda one: Merged([[one], [one]]),
+    "tall": lambda one: TallMatrix(StackedExperts(flat=2), one),
+    "alternating": lambda one: Alternating(one, one),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
 @pytest.mark.parametrize("has_order", (True, False))
-def test_stacked_matrices_keep_no_codes_in_an_order(has_order):
-    """The stack's codes would be read as if they lay in the order of the inputs."""
+def test_joined_matrices_keep_no_codes_in_an_order(has_order, name):
+    """Their codes would be read as if they lay in the order of the inputs."""
     order = Order.of(torch.arange(32).flip(0)) if has_order else None
     data = InMemory(torch.randint(-127, 128, (4, 32), dtype=torch.int8))
     coded = Coded("int8:32", {"data": data, "scale": InMemory(torch.ones(4, 1, dtype=torch.bfloat16))}, order)
-    matrix_in_codes = CodedTensor((4, 32), torch.float32, coded)
-    stacked = Stacked([matrix_in_codes, matrix_in_codes])
-    assert (stacked.coded is None) == has_order
-    assert torch.equal(stacked.read()[1], data.tensor.flip(1).float() if has_order else data.tensor.float())
+    joined = JOINED[name](CodedTensor((4, 32), torch.float32, coded))
+    assert (joined.coded is None) == has_order
+    row = data.tensor[1 if name == "alternating" else 3].float()
+    assert torch.equal(joined.read().flatten(0, -2)[3], row.flip(0) if has_order else row)
 
 
 @pytest.mark.parametrize("types", (("Q8_0", "Q8_0"), ("Q8_0", "Q4_0")))
@@ -132,6 +167,28 @@ def test_nvfp4_with_a_scale_of_its_own(path):
     assert v.coded is not None and v.coded.format == "nvfp4"
     assert torch.equal(v.read(), stored["blk.0.attn_v.weight"] * 0.375)
     assert torch.equal(made["model.layers.0.mlp.down_proj.weight"].read(), stored["blk.0.ffn_down.weight"])
+
+
+@pytest.mark.parametrize("architecture", ("qwen3moe", "gpt-oss"))
+def test_nvfp4_with_a_scale_for_each_expert(path, architecture):
+    scales = torch.tensor([0.5, 3.0, 0.125])
+    tensors = {}
+    for number, name in enumerate(("gate", "up", "down")):
+        tensors |= {f"blk.0.ffn_{name}_exps.weight": torch.randn(3, 64, 64)}
+        tensors |= {f"blk.0.ffn_{name}_exps.scale": scales.roll(number)}
+    stored = write(path, architecture, {}, tensors, lambda name, tensor: "NVFP4" if "weight" in name else "F32")
+    made = named_tensors(open_parts([path]))
+    values = [stored[f"blk.0.ffn_{name}_exps.weight"] * scales.roll(number)[:, None, None]
+              for number, name in enumerate(("gate", "up", "down"))]  # fmt: skip
+    if architecture == "gpt-oss":
+        assert torch.equal(made["model.layers.0.mlp.experts.down_proj"].read(), values[2].transpose(1, 2))
+        both = torch.stack(values[:2], dim=2).flatten(1, 2).transpose(1, 2)
+        assert torch.equal(made["model.layers.0.mlp.experts.gate_up_proj"].read(), both)
+        return
+    for value, name in zip(values, ("gate", "up", "down"), strict=True):
+        for expert in range(3):
+            tensor = made[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"]
+            assert tensor.coded is not None and torch.equal(tensor.read(), value[expert])
 
 
 REFUSED = {
