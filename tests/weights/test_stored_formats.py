@@ -218,6 +218,9 @@ def test_a_table_of_its_own_keeps_its_codes(tmp_path: Path, monkeypatch: pytest.
     module: Any = engine.module
     assert str(module.lm_head.format) == "int4:32:f16" and str(module.model.embed_tokens.format) == "int8:32:f16"
     assert distance(logits(engine), logits(original)) < 5e-5
+    named = loaded(tmp_path, quant={"weight": {"post_init_quant": {"embed_tokens": None}}}, verify="sample")
+    assert isinstance(named.module.model.embed_tokens, torch.nn.Embedding)
+    assert str(named.module.lm_head.format) == "int4:32:f16" and distance(logits(named), logits(original)) < 5e-5
     dense = loaded(tmp_path, quant="int8", verify="sample")
     assert isinstance(dense.module.model.embed_tokens, torch.nn.Embedding)
 

@@ -68,6 +68,9 @@ def test_codes_are_kept(name: str, tmp_path: Path) -> None:
     assert close(logits(engine), exact)
     held = {id(one): one.nbytes for one in (*engine.module.parameters(), *engine.module.buffers())}
     assert sum(held.values()) == engine.plan.after_bytes
+    keys: dict[str, Any] = dict(dtype="fp32", replace_with_kernel_inject=True)
+    dry = infuse.plan(on_meta("llama", **ROOM), checkpoint=str(tmp_path), **keys)
+    assert dry.steps == engine.plan.steps and dry.after_bytes == engine.plan.after_bytes
 
 
 ORDERS: dict[str, tuple[dict[str, int | None], int, int]] = {
@@ -126,8 +129,9 @@ def test_linears_alone(tmp_path: Path) -> None:
 def test_another_format_that_is_asked_for(tmp_path: Path) -> None:
     """Values are quantized anew, also to the format of the codes, whose groups then are neighbours."""
     exact = logits(with_values(llama(), publish_orders(tmp_path, {})))
-    for format in ("int8", "int4:32:asymmetric:f16"):
-        engine = loaded(tmp_path, quant={"format": format})
+    by_name = {"weight": {"post_init_quant": {"_proj": "int8"}}}
+    for format, quant in (("int8", "int8"), ("int8", by_name), ("int4:32:asymmetric:f16", "int4:32:asymmetric:f16")):
+        engine = loaded(tmp_path, quant=quant)
         assert not any(part.is_ordered for part in engine.module.modules() if isinstance(part, QuantizedLinear))
         assert f"stored in {FORMAT} and become {format}" in str(engine.plan)
         assert (logits(engine) - exact).norm() < 0.3 * exact.norm()
@@ -233,6 +237,7 @@ def test_experts_become_values(family: str, tmp_path: Path) -> None:
     write(tmp_path / "exact", values, None)
     engine = loaded(tmp_path / "coded", family, changes=changes)
     assert "tensors of experts are stored in act-order and become plain values" in str(engine.plan)
+    assert "refused" not in str(engine.plan)  # as it would be with codes that are taken in another order
     assert any(part.is_ordered for part in engine.module.modules() if isinstance(part, QuantizedLinear))
     assert close(logits(engine), logits(loaded(tmp_path / "exact", family, changes=changes)))
 

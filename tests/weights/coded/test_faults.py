@@ -133,6 +133,17 @@ def test_contradicting_configs_are_refused_or_harmless(case: Case, part: int, tm
         judged(tmp_path, exact, what)
 
 
+@pytest.mark.parametrize("name", ["gptq-4-sym-v1", "awq", "compressed-w4a16"])
+def test_a_plain_weight_beside_its_codes_is_refused(name: str, tmp_path: Path) -> None:
+    """Which of the two is meant, the file does not say."""
+    case = BY_CASE[name]
+    publish(tmp_path, case, llama(**ONE))
+    tensors = load_file(tmp_path / "model.safetensors")
+    write(tmp_path, {**tensors, f"{AT}.weight": torch.zeros(2, 2)}, case.config)
+    with pytest.raises(CheckpointError, match=f"stored both as plain values and in codes: {AT}.weight"):
+        taken(tmp_path)
+
+
 def test_all_faults_are_in_one_error(tmp_path: Path) -> None:
     case = BY_CASE["gptq-4-asym-v1"]
     publish(tmp_path, case, llama(**ONE))

@@ -14,6 +14,7 @@ from torch import Tensor
 import infuse
 from infuse.errors import CheckpointError
 from infuse.layers.linear import QuantizedLinear
+from infuse.plan.kinds import BLOCK
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
@@ -26,9 +27,17 @@ from tests.support.ranks import Ranks
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits_are_those_of_the_values(case: Case, tmp_path: Path) -> None:
     exact = logits(with_values(llama(), publish(tmp_path, case, llama())))
-    given = logits(loaded(tmp_path))
+    engine = loaded(tmp_path)
     limit = 0.05 if case.format.endswith(":a8") else 1e-4  # activations may be rounded where the file says so
-    assert (given - exact).norm() < limit * exact.norm()
+    assert (logits(engine) - exact).norm() < limit * exact.norm()
+    assert_kept(engine)
+
+
+def assert_kept(engine: infuse.InferenceEngine) -> None:
+    """Every layer is a block with the codes of the file. A refused one would have their values, and the same logits."""
+    text = str(engine.plan)
+    assert sum(step.depth == BLOCK for step in engine.plan.steps) == 3, text
+    assert "taken as it is" in text and " become" not in text and "refused" not in text, text
 
 
 @pytest.mark.parametrize(
@@ -65,8 +74,9 @@ def test_experts_under_names_of_their_own(family: str, name: str, tmp_path: Path
     write(tmp_path / "coded", stored, case.config)
     write(tmp_path / "exact", values, None)
     exact = logits(loaded(tmp_path / "exact", family, changes=changes))
-    given = logits(loaded(tmp_path / "coded", family, changes=changes))
-    assert (given - exact).norm() < (0.05 if case.format.endswith(":a8") else 1e-4) * exact.norm()
+    engine = loaded(tmp_path / "coded", family, changes=changes)
+    assert (logits(engine) - exact).norm() < (0.05 if case.format.endswith(":a8") else 1e-4) * exact.norm()
+    assert_kept(engine)
 
 
 @pytest.mark.parametrize("name", ["gptq-4-asym-v1", "nf4", "compressed-w8a16"])
@@ -180,7 +190,9 @@ def test_groups_of_compressed_tensors_differ(tmp_path: Path) -> None:
     state = mixed(tmp_path, cases, config)
     assert formats(tmp_path) == {"fp8", "int4:32:asymmetric", "int8:row:a8"}
     exact = logits(with_values(llama(), state))
-    assert (logits(loaded(tmp_path)) - exact).norm() < 0.05 * exact.norm()
+    engine = loaded(tmp_path)
+    assert (logits(engine) - exact).norm() < 0.05 * exact.norm()
+    assert_kept(engine)
 
 
 @pytest.mark.parametrize(("activations", "format"), [
@@ -205,7 +217,9 @@ def test_bits_of_gptq_differ(tmp_path: Path) -> None:
     state = mixed(tmp_path, cases, config)
     assert formats(tmp_path) == {"int8:32:f16", "int4:32:asymmetric:f16", "int4:32:f16"}
     exact = logits(with_values(llama(), state))
-    assert (logits(loaded(tmp_path)) - exact).norm() < 1e-4 * exact.norm()
+    engine = loaded(tmp_path)
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+    assert_kept(engine)
 
 
 TAKEN_BY_RANKS = ("gptq-4-asym-v1", "awq", "compressed-w4a16", "fp8-blocks", "nf4", "gptq-8-sym-v1-order")
@@ -234,4 +248,6 @@ def test_files_in_several_parts(tmp_path: Path) -> None:
         save_file({name: one for name, one in stored.items() if where[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     exact = logits(with_values(llama(), state))
-    assert (logits(loaded(tmp_path)) - exact).norm() < 1e-4 * exact.norm()
+    engine = loaded(tmp_path)
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+    assert_kept(engine)

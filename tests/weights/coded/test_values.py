@@ -13,7 +13,7 @@ from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.coded import buffers
 from infuse.weights.lazy import CodedTensor, Joined, LazyTensor
 from infuse.weights.sources import find_files
-from tests.support.quantized_files import BY_CASE, CASES, Case, write
+from tests.support.quantized_files import BY_CASE, CASES, Case, gptq, write
 
 WEIGHT = torch.randn(96, 256, generator=torch.Generator().manual_seed(2)) * 0.05
 
@@ -57,13 +57,28 @@ def test_codes_are_cut_along_inputs(case: Case, tmp_path: Path) -> None:
     read, values, _ = matrix(tmp_path, case, WEIGHT)
     half = Joined.of({0: read}, [Span(0, 128, 256)], axis=1)
     both = Joined.of({0: read, 1: read}, [Span(0, 8, 40), Span(1, 0, 96)])
-    for joined, wanted in ((half, values[:, 128:]), (both, torch.cat((values[8:40], values)))):
-        if joined is half and "order" in case.name:  # a part of the inputs has parts of groups
+    uneven = Joined.of({0: read}, [Span(0, 0, 144)], axis=1)
+    pairs = ((half, values[:, 128:]), (both, torch.cat((values[8:40], values))), (uneven, values[:, :144]))
+    for joined, wanted in pairs:
+        in_groups = read.coded is not None and quant_format(read.coded.format).unit(256) > 16
+        if (joined is half and "order" in case.name) or (joined is uneven and in_groups):  # it has parts of groups
             assert joined.coded is None and torch.equal(joined.read((slice(3, 60),)), wanted[3:60])
             continue
         assert joined.coded is not None
         cut = CodedTensor(joined.shape, torch.float32, joined.coded)
         assert torch.equal(cut.read((slice(3, 60),)), wanted[3:60])
+
+
+def test_matrices_in_two_orders_are_not_joined_in_codes(tmp_path: Path) -> None:
+    case = BY_CASE["gptq-4-asym-v1-order"]
+    packed = [gptq(WEIGHT, sym=False, order=True, seed=seed) for seed in (3, 4, 3)]
+    tensors = {f"a.{place}.{leaf}": one for place, (leaves, _) in enumerate(packed) for leaf, one in leaves.items()}
+    pieces = opened(write(tmp_path, tensors, case.config)).pieces
+    reads = [pieces[f"a.{place}.weight"].first for place in range(3)]
+    for other in (1, 2):
+        joined = Joined.of({0: reads[0], 1: reads[other]})
+        assert (joined.coded is None) == (other == 1)
+        assert torch.equal(joined.read(), torch.cat((packed[0][1], packed[other][1])))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float16, torch.float32], ids=str)
