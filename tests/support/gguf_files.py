@@ -88,8 +88,9 @@ def _add_tensor(writer: Any, gguf: Any, name: str, tensor: Tensor, type: str, se
 
 
 def matrices_in(type: str) -> Callable[[str, Tensor], str]:
-    """All matrices in `type`, vectors and routers in F32."""
-    return lambda name, tensor: type if tensor.dim() > 1 and "ffn_gate_inp" not in name else "F32"
+    """All matrices in `type`, vectors, biases of experts and routers in F32."""
+    plain = ("ffn_gate_inp", ".bias")
+    return lambda name, tensor: type if tensor.dim() > 1 and not any(one in name for one in plain) else "F32"
 
 
 def llama_tensors(model: Any) -> dict[str, Tensor]:

@@ -310,6 +310,16 @@ def test_experts_in_two_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert distance(logits(engine), logits(original)) < 5e-5
 
 
+@pytest.mark.parametrize("inject", [True, False])
+def test_experts_of_which_one_matrix_is_plain(inject: bool, tmp_path: Path) -> None:
+    _, original = publish(tmp_path, "mixtral", lambda name: "int8:16:f16" if "experts.gate_up_proj" in name else None)
+    engine = loaded(tmp_path, "mixtral", {}, replace_with_kernel_inject=inject)
+    text = str(engine.plan)
+    assert "of experts are stored in int8:16:f16 and become float32" in text and "refused" not in text
+    assert ("experts take formats in both matrices or in none" if inject else "both need a format") in text
+    assert distance(logits(engine), logits(original)) < 5e-5
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "t5-gated", "deepseek-v3"])
 def test_any_mixture_of_formats_in_a_block(family: str, tmp_path: Path) -> None:
     """Gated queries, mixers with states, an encoder and a decoder, latent attention with experts."""

@@ -15,7 +15,7 @@ from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.lazy import LazyTensor
 from infuse.weights.sources import find_files
-from tests.support.quantized_files import BY_CASE, fp8_blocks, gptq, packed, write
+from tests.support.quantized_files import BY_CASE, awq, fp8_blocks, gptq, packed, write
 
 WEIGHT = torch.randn(64, 96, generator=torch.Generator().manual_seed(2)) * 0.05
 AT = "a.b"
@@ -163,6 +163,13 @@ def test_targets_of_compressed_tensors(target: str, bits: int, tmp_path: Path) -
     named = {**of_class, "targets": [target], "weights": {**of_class["weights"], "num_bits": 8}}
     config["config_groups"] = {"group_0": of_class, "group_1": named}
     read, _ = opened(tmp_path, leaves, config)
+    assert torch.equal(read.read(), values)
+
+
+def test_whole_rows_of_awq(tmp_path: Path) -> None:
+    leaves, values = awq(WEIGHT, size=96)
+    read, _ = opened(tmp_path, leaves, {**BY_CASE["awq"].config, "group_size": -1})
+    assert read.coded is not None and read.coded.format == "int4:row:asymmetric:f16"
     assert torch.equal(read.read(), values)
 
 

@@ -395,6 +395,23 @@ def test_other_names_of_methods(name: str, method: str, tmp_path: Path) -> None:
     assert told[0].endswith("but no tensor is stored in it")
 
 
+def without_method(name: str) -> dict[str, Any]:
+    return {key: value for key, value in BY_CASE[name].config.items() if key != "quant_method"}
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("nf4", "quantization_config"), ("bitsandbytes-int8", "quantization_config"),
+    ("compressed-w4a16", "quantization_config"), ("compressed-w4a16", "compression_config"),
+])  # fmt: skip
+def test_old_configs_without_a_method(name: str, key: str, tmp_path: Path) -> None:
+    """What they hold tells it."""
+    tensors, values = tensors_of(BY_CASE[name])
+    write(tmp_path, tensors, None)
+    (tmp_path / "config.json").write_text(json.dumps({key: without_method(name)}))
+    checkpoint = Checkpoint(find_files(str(tmp_path)))
+    assert torch.equal(matrix(checkpoint).read(), values) and not checkpoint.notes
+
+
 def test_all_methods_that_are_read_are_possible(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, {f"{AT}.qweight": torch.ones(4, 4, dtype=torch.int32)}, {"quant_method": "aqlm"})
     assert checkpoint.hint is not None and "'aqlm'" in checkpoint.hint

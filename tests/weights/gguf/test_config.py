@@ -172,6 +172,31 @@ def test_pattern_of_windows(config_of, architecture):
     assert "layer_types" not in config_of(architecture, more)
 
 
+TOLD_BY_TENSORS = (
+    *((architecture, "attn_q.bias", "attention_bias") for architecture in ("llama", "granite", "qwen3", "olmo2")),
+    ("llama", "ffn_up.bias", "mlp_bias"), ("starcoder2", "attn_q.bias", "use_bias"),
+    ("stablelm", "attn_q.bias", "use_qkv_bias"), ("stablelm", "attn_q_norm.weight", "qk_layernorm"),
+    ("stablelm", "ffn_norm.weight", "use_parallel_residual"), ("command-r", "attn_q_norm.weight", "use_qk_norm"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "tensor", "key"), TOLD_BY_TENSORS)
+def test_what_tensors_tell(config_of, architecture, tensor, key):
+    keys = {"attention.layer_norm_epsilon": 1e-5} | ({"logit_scale": 0.5} if architecture == "command-r" else {})
+    tensors = {"token_embd.weight": torch.ones(32, 64)}
+    without = config_of(architecture, keys, tensors)
+    with_it = config_of(architecture, keys, tensors | {f"blk.0.{tensor}": torch.ones(64)})
+    assert (without[key], with_it[key]) == ((True, False) if key == "use_parallel_residual" else (False, True))
+
+
+def test_caps_of_gemma(config_of):
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    given = dict.fromkeys(names, 20.0)
+    assert [config_of("gemma2", given)[name] for name in names] == [20, 20]
+    assert [config_of("gemma2", {})[name] for name in names] == [50, 30]
+    assert config_of("gemma3", {names[1]: 20.0})[names[1]] == 20 and config_of("gemma3", {})[names[1]] is None
+
+
 @pytest.mark.parametrize("architecture", ("mistral", "phi3"))
 def test_a_window_of_0_is_none(config_of, architecture):
     """transformers would hide every key."""

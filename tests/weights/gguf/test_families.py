@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import infuse
+from infuse.plan.kinds import BLOCK
 from infuse.weights.gguf.config import config_values
 from infuse.weights.gguf.names import FAMILIES
 from infuse.weights.gguf.parts import open_parts
@@ -222,6 +223,8 @@ def test_config_and_logits(tmp_path, name, type):
         empty.eval(), checkpoint=str(path), dtype=torch.float32, replace_with_kernel_inject=True
     )
     assert not [note for note in engine.plan.notes if "GGUF file" in note]
+    assert sum(step.depth == BLOCK for step in engine.plan.steps) == config.num_hidden_layers, str(engine.plan)
+    assert "refused" not in str(engine.plan) and " become" not in str(engine.plan)  # or logits would be the same, too
     with torch.no_grad():
         logits = engine(IDS).logits
     if type == "F32":
