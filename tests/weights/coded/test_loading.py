@@ -225,17 +225,20 @@ def test_bits_of_gptq_differ(tmp_path: Path) -> None:
 TAKEN_BY_RANKS = ("gptq-4-asym-v1", "awq", "compressed-w4a16", "fp8-blocks", "nf4", "gptq-8-sym-v1-order")
 
 
-def of_rank(folder: str) -> list[Tensor]:
-    """Logits of each form on two ranks."""
+def of_rank(folder: str) -> list[tuple[Tensor, str]]:
+    """Logits and plan of each form on two ranks."""
     keys: dict[str, Any] = {"tensor_parallel": {"tp_size": 2}}
-    return [logits(loaded(f"{folder}/{name}", **keys)) for name in TAKEN_BY_RANKS]
+    engines = (loaded(f"{folder}/{name}", **keys) for name in TAKEN_BY_RANKS)
+    return [(logits(engine), str(engine.plan)) for engine in engines]
 
 
 def test_two_ranks_take_their_parts(tmp_path: Path, ranks: Ranks) -> None:
     exact = [logits(with_values(llama(), publish(tmp_path / name, BY_CASE[name], llama()))) for name in TAKEN_BY_RANKS]
     for of_all in ranks.run(2, of_rank, str(tmp_path)):
-        for name, given, wanted in zip(TAKEN_BY_RANKS, of_all, exact, strict=True):
+        for name, (given, plan), wanted in zip(TAKEN_BY_RANKS, of_all, exact, strict=True):
             assert (given - wanted).norm() < 1e-4 * wanted.norm(), name
+            assert "taken as it is" in plan and "refused" not in plan, plan
+            assert (" become" in plan) == name.endswith("-order"), plan  # which ranks that share inputs cannot cut
 
 
 def test_files_in_several_parts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from infuse.weights.coded.buffers import Tiled
 from infuse.weights.coded.patterns import pattern_fault
 from infuse.weights.lazy import InMemory, LazyTensor
 from infuse.weights.sources import find_files
-from tests.support.quantized_files import BY_CASE, Case, gptq, packed, write
+from tests.support.quantized_files import BY_CASE, Case, auto_round, gptq, packed, write
 
 WEIGHT = torch.randn(256, 128, generator=torch.Generator().manual_seed(2)) * 0.05
 AT = "a.b"
@@ -93,6 +93,16 @@ def test_zeros_of_3_bits_depend_on_who_wrote_them(quantizer: Any, tmp_path: Path
     words = torch.tensor(ones, dtype=torch.int64).repeat(leaves["qzeros"].shape[1] // 3)
     leaves["qzeros"] = (leaves["qzeros"].long() - words).to(torch.int32)
     config = dict(BY_CASE["gptq-3-asym-v1"].config, meta={"quantizer": quantizer})
+    read = matrix(opened(tmp_path, {f"{AT}.{leaf}": one for leaf, one in leaves.items()}, config))
+    assert torch.equal(read.read(), values)
+
+
+@pytest.mark.parametrize(("packing", "version"), [
+    ("auto_round:auto_gptq", 1), ("auto_gptq", 1), ("auto_round:gptqmodel", 2), ("auto_round", 2),
+])  # fmt: skip
+def test_zeros_of_auto_round(packing: str, version: int, tmp_path: Path) -> None:
+    leaves, values = auto_round(WEIGHT, sym=False, version=version)
+    config = {**BY_CASE["auto-round"].config, "sym": False, "packing_format": packing}
     read = matrix(opened(tmp_path, {f"{AT}.{leaf}": one for leaf, one in leaves.items()}, config))
     assert torch.equal(read.read(), values)
 
