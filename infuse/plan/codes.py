@@ -22,7 +22,7 @@ def lost_codes(stored: StoredFormats, steps: Iterable[Step], dtype: torch.dtype)
         fill = planned.get(name)
         if fill is None or fill.format is None:
             lost.setdefault((stored.text(name), plain, False), []).append(name)
-        elif not stored_alike(format, fill.format) or fill.ordered != (name in stored.orders):
+        elif not (fill.as_stored and stored_alike(format, fill.format)) or fill.ordered != (name in stored.orders):
             lost.setdefault((stored.text(name), fill.format, True), []).append(name)
     for (format, now, rounds), names in lost.items():
         of_experts = stored.stacked.issuperset(names)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,13 @@ import torch
 from torch import Tensor
 
 import infuse
+from infuse.architectures.packing import Fill
 from infuse.errors import ProofError
 from infuse.layers.joined_linear import JoinedLinear
 from infuse.layers.linear import Quantized
+from infuse.plan.codes import lost_codes
 from infuse.plan.kinds import BLOCK, EMBEDDING
+from infuse.plan.stored import StoredFormats
 from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME
@@ -167,6 +172,18 @@ def test_codes_beside_a_matrix_that_is_rounded_are_kept(tmp_path: Path) -> None:
     text = str(engine.plan)
     assert "3 matrices are stored in int8:32:f16 and become int4:32:f16" in text
     assert "self_attn.qkv (q_proj) and self_attn.qkv (v_proj) and self_attn.out and mlp.up and mlp.down, taken" in text
+
+
+def test_codes_that_are_rounded_with_others_are_told() -> None:
+    """Of a matrix whose sources cannot be kept apart, all are rounded, also those stored in its format."""
+    stored = StoredFormats({"a.q.weight": "int4:32", "a.k.weight": "int8:32"})
+    fill = Fill("qk.weight", ("q.weight", "k.weight"), format="int4:32")
+    steps: list[Any] = [SimpleNamespace(path="a", fills=(fill,))]
+    told = [note.partition(", e.g.")[0] for note in lost_codes(stored, steps, torch.float32)]
+    assert told == [f"1 matrix is stored in {text} and becomes int4:32" for text in ("int8:32", "int4:32")]
+    steps = [SimpleNamespace(path="a", fills=(replace(fill, sources=("q.weight",), as_stored=True),))]
+    (of_k,) = lost_codes(stored, steps, torch.float32)
+    assert "a.k.weight: dequantized" in of_k
 
 
 def test_the_ordinary_rule_proves_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
