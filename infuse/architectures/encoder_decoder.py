@@ -17,7 +17,7 @@ from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
 from infuse.architectures.norm import LAYER, RMS, Norm
 from infuse.architectures.packing import BLOCKS
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Share
-from infuse.architectures.program import ADD, ATTENTION, NORM, NORM_BRANCH, NORM_STREAM, Program, Step
+from infuse.architectures.program import ADD, ATTENTION, CLAMP_INFINITE, NORM, NORM_BRANCH, NORM_STREAM, Program, Step
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.parallel.slices import Span
 
@@ -255,7 +255,9 @@ SEAMLESS = MBART.but(
 )
 # The layers of NLLB-MoE without a mixture.
 NLLB_MOE = SEAMLESS.but(
-    layer=_M + "nllb_moe.modeling_nllb_moe.NllbMoeDecoderLayer", norm2=Norm("ff_layer_norm", LAYER), clamps=True
+    layer=_M + "nllb_moe.modeling_nllb_moe.NllbMoeDecoderLayer",
+    norm2=Norm("ff_layer_norm", LAYER),
+    clamps=CLAMP_INFINITE,
 )
 _GROUPED = dict(heads="num_attention_heads", kv_heads="num_key_value_heads", out=f"{_SELF}.o_proj")
 CANARY = MBART.but(

@@ -14,16 +14,32 @@ from typing import Any, Protocol
 from torch import nn
 
 from infuse.architectures.bind import Binder
+from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import Norm
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import MixerShape, PartShape
-from infuse.architectures.program import NORMS, PRE, Program, ProgramShape, program_of
+from infuse.architectures.program import (
+    ADD,
+    CLAMP,
+    CLAMP_INFINITE,
+    NORM,
+    NORM_OF_WIDE,
+    NORMS,
+    PRE,
+    Program,
+    ProgramShape,
+    Step,
+    program_of,
+)
 from infuse.errors import SpecMismatch
 
 # Return types of a layer's forward. TUPLE: with attention weights; SINGLE: a tuple of one, and of
 # two if the layer has an argument that asks for the weights; READING: of one, and of three with the weights of both
 # attentions; BIASED: T5's, with a bias; LISTED: with a bias, and the weights of each attention.
 TENSOR, TUPLE, SINGLE, READING, BIASED, LISTED = "tensor", "tuple", "single", "reading", "biased", "listed"
+
+SUMS = "sums"  # what is clamped in float16
+LIMIT = 65504.0 - 1000.0  # the largest number of float16, less what all models of transformers subtract
 
 
 class Part(Protocol):
@@ -83,7 +99,7 @@ class LayerSpec:
     has: str = ""
     ends: str = ""
     unread: tuple[str, ...] = ()
-    clamps: bool = False
+    clamps: str = ""
 
     def but(self, **changes: Any) -> LayerSpec:
         """Return a variant of the spec. A dict for `attn` or `mlp` changes fields of that part."""
@@ -143,7 +159,8 @@ class CallSpec:
     `arguments` are its positional arguments after the hidden states, `repeated` those that only repeat the mask,
     `values` those that steps of its program read by name. `ends`: for a layer that takes the tokens of several texts
     in one row, [tokens, width], the argument with their ends, [0, end of the first, ...]. Each token sees its own text.
-    `unread`: arguments that are passed and not looked at. `clamps`: the results in float16, which no block does.
+    `unread`: arguments that are passed and not looked at. `clamps`: what the layer keeps within the range of float16:
+    CLAMP or CLAMP_INFINITE, its result; SUMS, each sum of its stream, where some value is not finite.
     """
 
     arguments: tuple[str, ...] = ()
@@ -152,7 +169,7 @@ class CallSpec:
     returns: str = TENSOR
     ends: str = ""
     unread: tuple[str, ...] = ()
-    clamps: bool = False
+    clamps: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,18 @@ class LayerShape(ProgramShape):
     """Everything that a block of one stream is built from: its steps and parts, and its call."""
 
     call: CallSpec = CallSpec()
+
+    def in_float16(self, wide: bool) -> LayerShape:
+        """The layer in float16. `wide`: its MLP's last matrix is in float32, and so is its stream from there on."""
+        steps: list[Step] = []
+        for step in self.program:
+            steps.append(step._replace(does=NORM_OF_WIDE) if wide and step.does == NORM else step)
+            if self.call.clamps == SUMS and step.does == ADD:
+                steps.append(Step(CLAMP_INFINITE, scale=LIMIT))
+        if self.call.clamps in (CLAMP, CLAMP_INFINITE):
+            steps.append(Step(self.call.clamps, scale=LIMIT))
+        held = [(name, replace(part, wide=wide) if isinstance(part, MLPShape) else part) for name, part in self.held]
+        return replace(self, program=tuple(steps), held=tuple(held))
 
     @property
     def mixers(self) -> dict[str, MixerShape]:

@@ -79,7 +79,10 @@ def _bind(
 
 @dataclass(frozen=True)
 class MLPShape(PartShape):
-    """Dimensions and settings of one MLP. If `gated`, its first linear is [gate | up]. `norm`: of inner features."""
+    """Dimensions and settings of one MLP. If `gated`, its first linear is [gate | up]. `norm`: of inner features.
+
+    `wide`: its last matrix and its result are in float32 in a model of 16 bits.
+    """
 
     hidden: int
     inner: int
@@ -89,6 +92,7 @@ class MLPShape(PartShape):
     out_bias: bool
     norm: NormShape | None = None
     factors: Factors | None = None
+    wide: bool = False
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -39,7 +39,8 @@ REDUCE = "reduce"  # branch = sum of all ranks' branches
 ADD_NORM, ADD_NORM_STREAM = "add_norm", "add_norm_stream"  # made by `merged`
 # y = norm(x) with x in the dtype of the norm's weight; x = y = x in float32 + branch: a stream wider than the parts.
 NORM_NARROWED, ADD_WIDE = "norm_narrowed", "add_wide"
-# x between -scale and scale, in float16 alone; and where some value is not finite.
+NORM_OF_WIDE = "norm_of_wide"  # y = norm(x), in the dtype of the norm's weight
+# In float16 alone: x between -scale and scale, always, or where some value is not finite.
 CLAMP, CLAMP_INFINITE = "clamp", "clamp_infinite"
 # Made by `folded`: branch = branch + part(norm(x)) (both FOLDED_ steps); branch = x; x = y = branch and a new branch.
 FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "carry", "take"

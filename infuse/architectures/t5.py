@@ -8,7 +8,7 @@ from typing import Any
 
 from infuse.architectures.attention import Attention, RelativeBias, Separate
 from infuse.architectures.encoder_decoder import CROSS, CROSS_NORM, STATES, STATES_MASK, CrossAttention, before_norms
-from infuse.architectures.layer import BIASED, LISTED, TENSOR, LayerSpec
+from infuse.architectures.layer import BIASED, LISTED, SUMS, TENSOR, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP
 from infuse.architectures.norm import RMS, Norm
 
@@ -30,7 +30,7 @@ T5 = LayerSpec(
     norm2=Norm("layer.1.layer_norm", RMS),
     mlp=MLP(up=_MLP + "wi", down=_MLP + "wo", activation=_ACTIVATION),
     returns=BIASED,
-    clamps=True,
+    clamps=SUMS,
     when=(("is_decoder", False), ("is_gated_act", False)),
 )
 _OWN_BIAS = dict(position=RelativeBias(_ATTENTION + "relative_attention_bias.weight"))
@@ -102,7 +102,7 @@ PIX2STRUCT = LayerSpec(
     program=before_norms(_TEXT),
     values=(STATES, STATES_MASK),
     unread=("encoder_decoder_position_bias",),
-    clamps=True,
+    clamps=SUMS,
     returns=LISTED,
 )  # fmt: skip
 

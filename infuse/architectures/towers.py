@@ -7,6 +7,7 @@ from infuse.architectures.attention import Attention, NoPosition, Packed, Rotary
 from infuse.architectures.layer import SINGLE, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP
 from infuse.architectures.norm import LAYER, RMS, Norm
+from infuse.architectures.program import CLAMP
 
 _M = "transformers.models."
 
@@ -82,7 +83,7 @@ QWEN3_OMNI_SOUND = PADDLE_OCR.but(
     norm2=Norm("final_layer_norm", LAYER),
     mlp=MLP(up="fc1", down="fc2", activation="activation_function"),
     returns=SINGLE,
-    clamps=True,
+    clamps=CLAMP,
 )
 QWEN3_ASR_SOUND = QWEN3_OMNI_SOUND.but(layer=_M + "qwen3_asr.modeling_qwen3_asr.Qwen3ASRAudioEncoderLayer")
 

@@ -18,7 +18,7 @@ from infuse import ops
 from infuse.architectures.layer import BIASED, LISTED, READING, SINGLE, TUPLE, LayerShape
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
-from infuse.architectures.program import folded, merged, on_ranks, reduces, without_branch
+from infuse.architectures.program import NORM_OF_WIDE, folded, merged, on_ranks, reduces, without_branch
 from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
@@ -87,7 +87,8 @@ class Block(InferenceModule):
         parts: dict[str, Any] = self._modules
         takes_norms = all(type(parts[name]) is Attention for name in self._mixers)
         takes_norms = takes_norms and all(type(parts[name]) in _FUSED for name in self._products)
-        if fuses(bodies) and takes_norms and not any(step.over for step in program):
+        takes_norms = takes_norms and not any(step.over or step.does == NORM_OF_WIDE for step in program)
+        if fuses(bodies) and takes_norms:
             of_few = merged(folded(program))
             norms = [step.norm for step in of_few if step.norm]
             self._steps_of_few = compiled(of_few, self.reduce)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ class MLP(Settled, NativePart):
         self.activation, self.gated = shape.activation, shape.gated
         self._factors, self._widths = shape.factors, (shape.inner, shape.inner)
         self._group, self._name = context.group, context.name
-        self.up, self.down = context.linear(up), context.linear(down)
+        self._wide = shape.wide
+        self.up = context.linear(up)
+        self.down = (replace(context, bodies={}) if shape.wide else context).linear(down)
         self.add_module("norm", Norm(shape.norm, bodies) if shape.norm else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +52,8 @@ class MLP(Settled, NativePart):
             inner = self._act(product(up, x, norm), self.activation)
         if held["norm"] is not None:
             inner = self._normed(inner, held["norm"])
+        if self._wide:
+            inner = inner.to(held["down"].weight.dtype)
         if factors is not None:
             out = times(direct(held["down"], inner), factors.after)
             return out if residual is None else residual + out
@@ -65,6 +70,7 @@ class MLP(Settled, NativePart):
             {
                 "an encoder's MLP has a norm inside": to.of_encoder and self._modules["norm"] is not None,
                 "an MLP has multipliers": self._factors is not None,
+                "an MLP's last matrix is in float32": self._wide,
             }
         )
         to.put(act=ACTIVATION_NUMBERS[self.activation], gated=self.gated)

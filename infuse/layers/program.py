@@ -38,6 +38,7 @@ from infuse.architectures.program import (
     NORM,
     NORM_BRANCH,
     NORM_NARROWED,
+    NORM_OF_WIDE,
     NORM_STREAM,
     REDUCE,
     SKIP,
@@ -133,6 +134,11 @@ def _norm_narrowed(name: str, s: Stream, parts: Parts) -> None:
     s.y = direct(norm, s.x.to(norm.weight.dtype))
 
 
+def _norm_of_wide(name: str, s: Stream, parts: Parts) -> None:
+    norm = parts[name]
+    s.y = direct(norm, s.x).to(norm.weight.dtype)
+
+
 def _mix(name: str, s: Stream, parts: Parts) -> None:
     returned = parts[name](s.y, s.inputs)
     made, weights = returned if isinstance(returned, tuple) else (returned, None)
@@ -218,6 +224,7 @@ _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
         REDUCE: lambda step, reduce: partial(_reduce, reduce),
         ADD: lambda step, _: partial(_add, step.scale),
         NORM_NARROWED: lambda step, _: partial(_norm_narrowed, step.part),
+        NORM_OF_WIDE: lambda step, _: partial(_norm_of_wide, step.part),
         ADD_WIDE: lambda step, _: partial(_add_wide, step.scale),
         CLAMP: lambda step, _: partial(_clamp, step.scale),
         CLAMP_INFINITE: lambda step, _: partial(_clamp_infinite, step.scale),

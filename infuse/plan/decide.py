@@ -324,8 +324,7 @@ class _Walk:
         `moved`: paths of the modules whose hooks move to the new one. `library`: the package of the spec's class.
         """
         made, formats = matrices_made(bound.fills, bound.shape), self.facts.formats
-        differences = undivided(bound.fills, bound.shape, formats, path)
-        differences += self.facts.of_dtype(bound.shape, [fill for fill, _ in made], path)
+        differences = undivided(bound.fills, bound.shape, formats, path) + self.facts.left_wide(bound.shape, made, path)
         if differences := differences + self.facts.users_own.inside(module, moved, library):
             raise SpecMismatch(type(module).__name__, differences)
         multiples = {matrix.weight: formats.multiple_of(fill, path, matrix.inputs) for fill, matrix in made}
@@ -346,6 +345,7 @@ class _Walk:
             bound = bind()
             if other is not None and binds_alike(other, bound):
                 return ""
+            bound = self.facts.in_dtype(bound, path)
             moved = (*(mixer.replaces[-1] for mixer in bound.shape.mixers.values()), *bound.shape.recorded.values())
             parts = self.layer_parts(module, path, bound, moved, bound.library)
         except SpecMismatch as mismatch:

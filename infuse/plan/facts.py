@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import nn
 from infuse import ops
 from infuse.architectures.deepspeed import routed_in
 from infuse.architectures.experts import router_paths
-from infuse.architectures.layer import Bound, LayerShape
+from infuse.architectures.layer import Bound
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import named
+from infuse.architectures.part import Matrix, named
 from infuse.architectures.read_weights import read_linears
 from infuse.authors import package_of
 from infuse.config.inference import InferenceConfig
@@ -85,11 +86,18 @@ class Facts:
         counts = [stop - start for start, stop in split(experts, self.mesh.ep)]
         return share_text(counts, self.mesh.slices)
 
-    def of_dtype(self, shape: Any, fills: Sequence[Fill], path: str) -> list[str]:
-        """What a layer or module does in its dtype, and none of ours."""
-        found = [f"{fill.sources[0]} stays in float32" for fill in fills if self.kept(path, fill)]
-        clamps = isinstance(shape, LayerShape) and shape.call.clamps and self.dtype is torch.float16
-        return found + ["clamps its results in float16"] * clamps
+    def in_dtype(self, bound: Bound, path: str) -> Bound:
+        """The layer at `path` as it is in the plan's dtype."""
+        if self.dtype is not torch.float16 or not bound.shape.call.clamps:
+            return bound
+        wide = any(self.kept(path, fill) for fill in bound.fills)
+        return replace(bound, shape=bound.shape.in_float16(wide))
+
+    def left_wide(self, shape: Any, made: Sequence[tuple[Fill, Matrix]], path: str) -> list[str]:
+        """Which matrices stay in float32 in a layer or module of 16 bits, and in none of ours."""
+        wide = [f"{name}.down.weight" for name, part in getattr(shape, "held", ()) if getattr(part, "wide", False)]
+        kept = [fill for fill, _ in made if self.kept(path, fill)]
+        return [f"{fill.sources[0]} stays in float32" for fill in kept if fill.target not in wide]
 
     def kept(self, path: str, fill: Fill) -> list[str]:
         """List the sources of `fill`, for the module at `path`, that stay in float32 in a 16-bit model."""

@@ -93,7 +93,7 @@ def test_the_encoder_of_a_whole_t5_generates_the_same(dtype: str, tmp_path: Path
         assert torch.equal(saved, model.state_dict()[name].to(torch_dtype)), name
 
 
-def test_float16_keeps_the_linears_that_transformers_keeps_in_float32() -> None:
+def test_float16_keeps_the_matrices_that_transformers_keeps_in_float32() -> None:
     """The sums of real T5s exceed float16. In the original they are in float32, because `wo` is."""
     model, exact = BY_NAME["t5"].make(), BY_NAME["t5"].make()
     with torch.no_grad():
@@ -101,13 +101,54 @@ def test_float16_keeps_the_linears_that_transformers_keeps_in_float32() -> None:
             for block in one.encoder.block:
                 block.layer[1].DenseReluDense.wo.weight.mul_(1e6)
     engine = infuse.init_inference(model, dtype="fp16")
-    assert not [step for step in engine.plan.steps if step.depth == "block" or step.path.endswith(".wo")]
-    left = [left.why for left in engine.plan.left if left.path == "encoder.block.0"]
-    assert "layer.1.DenseReluDense.wo.weight stays in float32" in left[0]
+    blocks = [module for module in engine.module.modules() if isinstance(module, Block)]
+    assert [block.mlp.down.weight.dtype for block in blocks] == [torch.float32] * 3
+    assert blocks[0](torch.zeros(1, 2, 48, dtype=torch.float16))[0].dtype == torch.float32
     given = inputs(BY_NAME["t5"])
     with torch.no_grad():
         found, wanted = engine(**given).last_hidden_state, exact(**given).last_hidden_state
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_float16_in_both_halves(gated: bool, keeps: bool, quant: str | None) -> None:
+    """`wo` in float32 as transformers loads it, and in a model that was cast as a whole."""
+    changes = dict(feed_forward_proj="gated-gelu") if gated else {}
+    exact, half = seq2seq(**changes), seq2seq(**changes).half()
+    if keeps:
+        for name, parameter in half.named_parameters():
+            parameter.data = parameter.data.float() if name.endswith("wo.weight") else parameter.data
+    given = dict(input_ids=torch.randint(3, 96, (3, 9)), decoder_input_ids=torch.randint(3, 96, (3, 4)))
+    with torch.no_grad():
+        wanted, own = exact(**given).logits, half(**given).logits
+        engine = infuse.init_inference(half, dtype="fp16", quant=quant)
+        found = engine(**given).logits
+    blocks = [module for module in engine.module.modules() if isinstance(module, Block)]
+    assert len(blocks) == 4 and all(type(block.mlp.down).__name__ == "Linear" for block in blocks if keeps)
+    assert found.dtype == own.dtype == torch.float16
+    allowed = 0.1 if quant else 3 * float((own - wanted).norm() / wanted.norm())
+    assert float((found - wanted).norm() / wanted.norm()) <= allowed
+    assert engine.generate(given["input_ids"], num_beams=2, max_new_tokens=6).shape == (3, 7)
+
+
+def test_sums_that_do_not_fit_into_float16_are_clamped() -> None:
+    """Each sum of a stream, in a model that was cast as a whole: the others of its values are the original's, too."""
+    model, original = seq2seq().half(), seq2seq().half()
+    engine = infuse.init_inference(model, dtype="fp16", verify="off")
+    ours, theirs = engine.module.decoder.block[0], original.decoder.block[0]
+    states = torch.randn(2, 5, 48).half()
+    for largest in (6e4, 6.52e4, 1.0):
+        x = torch.randn(2, 3, 48).half()
+        x[..., :2] = torch.tensor([largest, -largest])
+        for part in (ours.layer.out, theirs.layer[0].SelfAttention.o):
+            with torch.no_grad():
+                part.weight[:2] = 1e3 * part.weight[:2].sign()
+        with torch.no_grad():
+            found, wanted = (block(x, encoder_hidden_states=states)[0] for block in (ours, theirs))
+        assert torch.isfinite(wanted).all() and torch.equal(found.abs() == 64512, wanted.abs() == 64512)
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_arguments_of_a_decoder_are_refused_by_name() -> None:

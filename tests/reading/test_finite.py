@@ -145,7 +145,7 @@ def test_layers_that_stay(layer: type, why: str, capfd: pytest.CaptureFixture[st
 
 
 def test_written_specs_say_that_their_layers_clamp() -> None:
-    """No written program does, so that these layers keep their own code in float16."""
+    """Nothing else sees it: in float32 and bfloat16 they do not."""
     for name, specs in BY_CLASS.items():
         try:
             source = inspect.getsource(
@@ -154,4 +154,4 @@ def test_written_specs_say_that_their_layers_clamp() -> None:
         except (ImportError, AttributeError):  # of another version of transformers
             continue
         clamps = "float16" in source and "clamp" in source
-        assert all(spec.clamps is clamps for spec in specs if hasattr(spec, "clamps")), name
+        assert all(bool(spec.clamps) is clamps for spec in specs if hasattr(spec, "clamps")), name
