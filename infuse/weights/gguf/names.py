@@ -62,7 +62,8 @@ class Family:
     """Names within a layer of `general.architecture`. `experts`: of an expert's gate, up and down.
 
     `permuted`: rows of q and k were permuted. `shifted`: 1 was added to norms. `in_one`: the experts of a layer are two
-    tensors, [experts, inputs, rows], in which gate and up alternate.
+    tensors, [experts, inputs, rows], in which gate and up alternate. `by_head`: the name of each head's tensor, by that
+    of the one tensor [heads, width] in the file.
     """
 
     layer: Mapping[str, str]
@@ -70,6 +71,7 @@ class Family:
     permuted: bool = False
     shifted: bool = False
     in_one: bool = False
+    by_head: Mapping[str, str] = field(default_factory=dict)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({
@@ -89,7 +91,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "olmo2": Family(_GEMMA2),
     "command-r": Family(_LLAMA),
     "cohere2": Family(_LLAMA),
-    "stablelm": Family(_LLAMA),
+    "stablelm": Family(_LLAMA, by_head={f"attn_{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"}),
     "starcoder2": Family(_LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "nemotron": Family(_LLAMA, shifted=True),
 })  # fmt: skip
@@ -164,11 +166,20 @@ class _Namer:
         within = f"model.layers.{layer}"
         if matched_experts := re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", leaf):
             yield from self._experts(name, file, entry, within, matched_experts[1], kind)
+        elif leaf in self.family.by_head:
+            yield from self._heads_of(name, file, entry, f"{within}.{self.family.by_head[leaf]}{kind}")
         elif leaf in self.family.layer:
             kind = "" if leaf == "attn_sinks" else kind
             yield f"{within}.{self.family.layer[leaf]}{kind}", self._values(name, file, entry, leaf, int(layer))
         else:  # belongs to a layer, and the model has no such part
             yield f"{within}.{leaf}{kind}", self._values(name, file, entry)
+
+    def _heads_of(self, name: str, file: GGUFFile, entry: Entry, path: str) -> Named:
+        """Yield the tensors of each head."""
+        if len(entry.shape) != 2 or entry.type not in PLAIN:
+            raise _Unlike(f"{entry.shape} in {entry.type}, not a row for each head")
+        for head in range(entry.shape[0]):
+            yield path.format(head), Viewed(matrix(file, name), entry.shape, head)
 
     def _values(self, name: str, file: GGUFFile, entry: Entry, leaf: str = "", layer: int = 0) -> LazyTensor:
         wrap: Callable[[LazyTensor], LazyTensor] = lambda tensor: tensor  # noqa: E731

@@ -111,6 +111,9 @@ CASES = {
         "starcoder2", "starcoder2", LAYER | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, norm="norm_epsilon"
     ),
     "stablelm": Case("stablelm", "stablelm", changes={"use_qkv_bias": True}, norm="layer_norm_eps"),
+    "stablelm with norms of heads": Case(
+        "stablelm", "stablelm", changes={"qk_layernorm": True, "use_parallel_residual": True}, norm="layer_norm_eps"
+    ),
     "cohere": Case(
         "command-r", "cohere", changes={"logit_scale": 0.25}, keys={"logit_scale": 0.25}, norm="layer_norm_eps"
     ),
@@ -173,8 +176,14 @@ def keys_of(case: Case, config: Any) -> dict[str, Any]:
 
 def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
     """The model's tensors as llama.cpp's converter writes them."""
-    experts = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
-    tensors = renamed(model, case.layer, without=experts)
+    state = model.state_dict()
+    experts = {name: tensor for name, tensor in state.items() if ".experts." in name}
+    of_heads = {name: tensor for name, tensor in state.items() if ".norms." in name}
+    tensors = renamed(model, case.layer, without=experts.keys() | of_heads.keys())
+    for name, tensor in of_heads.items():  # one after another
+        layer, leaf = name.split(".")[2], name.split(".")[4][0]
+        target = f"blk.{layer}.attn_{leaf}_norm.weight"
+        tensors[target] = torch.cat([*([tensors[target]] if target in tensors else []), tensor[None]])
     for name, tensor in tensors.items():
         heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
         if case.permuted and name.split(".")[2:3] and name.split(".")[2] in heads:
