@@ -1,5 +1,5 @@
 // Blocks as programs of steps over tensors, as in layers/program.py, which layers/native_part.py writes; whether the
-// kernels support their parts; and the interpreter shared by decode steps (binding_layer.cpp) and encoders
+// kernels support their parts; and the interpreter shared by decode steps (binding_steps.h) and encoders
 // (binding_encoder.cpp).
 #pragma once
 
