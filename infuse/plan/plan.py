@@ -74,9 +74,10 @@ class Plan:
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks with the same decision."""
         steps = [
-            (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding, sorted(s.exact))
+            (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding, sorted(s.exact),
+             *filter(None, [sorted(s.ordered)]))
             for s in self.steps
-        ]
+        ]  # fmt: skip
         return digest_of(steps, self.left, str(self.dtype), self.mesh.at(0), *filter(None, (self.kv_cache,)))
 
     def executed(

@@ -164,6 +164,14 @@ def test_digest_tells_decisions_apart() -> None:
     assert len({plan.digest() for plan in plans}) == len(plans)
 
 
+def test_digest_tells_act_order() -> None:
+    plan = plan_of(family("falcon-40b")(), dtype="bf16")
+    step = next(step for step in plan.steps if step.fills)
+    fills = (replace(step.fills[0], ordered=True), *step.fills[1:])
+    other = replace(plan, steps=tuple(replace(s, fills=fills) if s is step else s for s in plan.steps))
+    assert other.digest() != plan.digest()
+
+
 def test_digest_does_not_depend_on_weights_or_how_the_plan_is_proven() -> None:
     first, second = (
         plan_of(family("llama")(seed=0), dtype="fp32"),
