@@ -96,9 +96,11 @@ def _added(module: nn.Module) -> set[str]:
     if kind.__module__ == _CONTAINERS:
         return set()
     entries = (*module._buffers.items(), *module._modules.items())
-    if any(base.__module__ == _CONTAINERS for base in kind.__mro__):  # it numbers its modules
-        entries = tuple((name, value) for name, value in entries if not name.isdecimal())
-    return {name for name, value in entries if value is not None} - _named(kind)
+    added = {name for name, value in entries if value is not None} - _named(kind)
+    if any(base.__module__ == _CONTAINERS for base in kind.__mro__):  # it numbers its modules, after a word or without
+        stems = {name: name.rstrip("0123456789") for name in added}
+        added = {name for name, stem in stems.items() if stem == name or (stem and stem not in _named(kind))}
+    return added
 
 
 @cache
