@@ -5,7 +5,7 @@ Positions, mask and cache are the model's own: the block uses what the model pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -109,6 +109,12 @@ class Block(InferenceModule):
 
     def extra_repr(self) -> str:
         return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The parts, attentions under the paths that they had in the layer: transformers' recorders look there."""
+        paths = {name: mixer.replaces[0] for name, mixer in self.shape.mixers.items() if mixer.replaces}
+        for name, part in super().named_children():
+            yield paths.get(name, name), part
 
     def ignore(self, keywords: frozenset[str]) -> None:
         """Take these keywords, too, which the original ignores."""
