@@ -35,6 +35,8 @@ _SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
 ROUTES = "by routes"  # _SIGNATURE
 BATCHES = "by routes, in batches"  # _SIGNATURE, but hidden states and result are [B, T, H]: DBRX
 ONE_HOT = "by one-hot routes"  # (hidden_states [T, H], selected_experts [T, 1, E], routing_weights [T, 1]): Switch
+# (hidden_states [T, H], router_mask [T, E], router_probs [T, E]): NLLB-MoE, see `_takes_masks`
+MASKS = "by masks"
 EVERY = "with every expert's tokens"  # (hidden_states [E * T, H], zeros where an expert is not chosen): Llama 4
 _ONE_HOT_SIGNATURE = ("hidden_states", "selected_experts", "routing_weights")
 # Classes of transformers that our experts do not compute, and why.
@@ -167,18 +169,25 @@ def router_paths(model: nn.Module) -> frozenset[str]:
     return frozenset(paths)
 
 
-def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
+def drops_tokens(model: nn.Module) -> bool:
+    """Whether experts in the model take a limited number of tokens, so that padding may keep others out."""
+    return any(hasattr(module, "expert_capacity") for module in model.modules())
+
+
+def bind_experts(module: nn.Module, caller: nn.Module, *, by_mask: bool = False) -> BoundExperts:
     """Read layout, sizes and gate of a module of experts, live or on meta; `caller` is its parent module.
 
-    SpecMismatch lists what our experts do not support.
+    `by_mask`: they are called so, by a router that is part of the same block. SpecMismatch lists what our experts do
+    not support.
     """
     experts: Any = module
     told = {name: bool(getattr(experts, name, default)) for name, default in _LAYOUT.items()}
-    name, call = type(module).__name__, _call(module)
-    if differences := list(_differences(module, caller, told)):
+    name, call = type(module).__name__, MASKS if by_mask else _call(module)
+    if differences := list(_differences(module, caller, told, by_mask=by_mask)):
         raise SpecMismatch(name, differences)
-    if call == ONE_HOT:
-        bound = bind_listed(dict(module.named_children()), hidden=None)
+    if call in (ONE_HOT, MASKS):
+        children = module.named_children()
+        bound = bind_listed({path: child for path, child in children if not isinstance(child, nn.Dropout)}, hidden=None)
         return replace(bound, shape=replace(bound.shape, call=call))
     if call == BATCHES:
         return _bind_flat(experts)
@@ -260,8 +269,10 @@ def _probe(limits: Sequence[float]) -> Tensor:
     return probe * (2 * max([*limits, 2.0]))
 
 
-def _differences(experts: nn.Module, caller: nn.Module, told: Mapping[str, bool]) -> Iterator[str]:
-    if why := _stays(experts):
+def _differences(experts: nn.Module, caller: nn.Module, told: Mapping[str, bool], *, by_mask: bool) -> Iterator[str]:
+    if by_mask and not _takes_masks(experts):
+        yield "they read the router's mask in a way that ours do not"
+    elif not by_mask and (why := _stays(experts)):
         yield why
     if patched(experts):
         yield "it has a forward set on the instance"
@@ -273,6 +284,34 @@ def _differences(experts: nn.Module, caller: nn.Module, told: Mapping[str, bool]
         yield "each expert has a norm after its second product"
     if told["_is_expert_parallel"]:
         yield "transformers has distributed its experts over ranks"
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _takes_masks(experts: nn.Module) -> bool:
+    """Whether these experts take the entries of a mask of chosen experts, 0 or 1, for the numbers of experts.
+
+    NLLB-MoE's do in transformers 5: expert 1 computes what was chosen first, expert 0 all other entries that have a
+    probability, and no other expert is used.
+    """
+    made = nn.ModuleDict({f"expert_{number}": _Times(10.0**number) for number in range(4)})
+    made.num_experts, made.moe_token_dropout = 4, 0.0  # type: ignore[assignment]
+    mask = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]], device="cpu")
+    probabilities = torch.tensor([[0.0, 0.0, 0.5, 0.25], [0.125, 0.0, 0.0, 0.0]], device="cpu")
+    forward: Any = type(experts).forward
+    try:
+        with torch.no_grad():
+            found = forward(made, torch.ones(2, 1, device="cpu"), mask, probabilities)
+    except Exception:  # another class's forward may need what these lack
+        return False
+    return found.tolist() == [[10 * 0.5 + 0.25], [0.125]]
 
 
 def _users_methods(experts: nn.Module) -> Iterator[str]:

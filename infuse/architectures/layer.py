@@ -22,6 +22,7 @@ from infuse.architectures.program import (
     ADD,
     CLAMP,
     CLAMP_INFINITE,
+    MASK,
     NORM,
     NORM_OF_WIDE,
     NORMS,
@@ -220,6 +221,16 @@ class LayerShape(ProgramShape):
     def convolves(self) -> bool:  # type: ignore[override]
         """Whether a part reads the frames around each."""
         return any(part.convolves for _, part in self.held)
+
+    @property
+    def whole_rows(self) -> bool:  # type: ignore[override]
+        """Whether padding has to be computed as other tokens are."""
+        return self.decodes or self.convolves or any(part.whole_rows for _, part in self.held)
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether a part besides attention looks at the mask, of which the length may then decide results, too."""
+        return any(step.over == MASK for step in self.program)
 
     def but_unread(self, names: Iterable[str]) -> LayerShape:
         """The shape of a layer that takes these arguments, too, and looks at none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.experts import EVERY, ROUTES, ExpertsShape, bind_experts
+from infuse.architectures.experts import EVERY, MASKS, ExpertsShape, bind_experts
 from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
 from infuse.architectures.norm import Norm, NormShape
 from infuse.architectures.packing import Fill
@@ -30,7 +30,8 @@ class MoE:
     `experts`. Attributes of the module around the experts: `scale`, a number that multiplies their sum; `combine`,
     "sum" or "average" of that and the shared expert. `norm`: of the experts' input, which the router sees without it;
     `post`: of the sum of all. `weighs_inputs`: weights multiply the experts' inputs instead of their outputs. `latent`:
-    linears before and after the experts, whose inputs and outputs are narrower; layers may have an Identity.
+    linears before and after the experts, whose inputs and outputs are narrower; layers may have an Identity. `dropout`:
+    attribute of the experts, a rate whose complement multiplies what they make in evaluation.
     """
 
     router: Router
@@ -44,6 +45,7 @@ class MoE:
     post: Norm | None = None
     weighs_inputs: bool = False
     latent: tuple[str, str] | None = None
+    dropout: str | None = None
 
     def bind(self, binder: Binder, name: str) -> PartShape:
         if self.dense is not None and binder.module(self.experts, optional=True) is None:
@@ -63,6 +65,8 @@ class MoE:
                 self._bind_gate(binder, name)
         around = self.experts.rpartition(".")[0]
         scale = 1.0 if self.scale is None else binder.attribute(around, self.scale)
+        if self.dropout is not None:
+            scale *= 1.0 - self._rate(binder, self.dropout)
         combine = SUM if shared is None or self.combine is None else binder.attribute(around, self.combine)
         if combine not in (SUM, AVERAGE):
             binder.differ(f"{around}.{self.combine} is {combine!r}; only {SUM!r} and {AVERAGE!r} are understood")
@@ -72,6 +76,14 @@ class MoE:
         )
         latent = self._bind_latent(binder, name)
         return MoEShape(router, experts, shared, gated, scale, combine, norm, post, self.weighs_inputs, latent)
+
+    def _rate(self, binder: Binder, name: str) -> float:
+        """The rate of dropout that is this attribute of the experts."""
+        rate = binder.attribute(self.experts, name)
+        if isinstance(rate, (int, float)) and rate <= 1:
+            return max(float(rate), 0.0)
+        binder.differ(f"{self.experts}.{name} is {rate!r}, not a rate")
+        return 0.0
 
     def _bind_latent(self, binder: Binder, name: str) -> LatentShape | None:
         if self.latent is None or isinstance(binder.module(self.latent[0], optional=True), nn.Identity):
@@ -90,11 +102,11 @@ class MoE:
         if module is None or around is None:
             return None
         try:
-            bound = bind_experts(module, around)
+            bound = bind_experts(module, around, by_mask=self.router.calls == MASKS)
         except SpecMismatch as mismatch:
             binder.differences += [f"{self.experts}: {text}" for text in mismatch.differences]
             return None
-        if bound.shape.call != (EVERY if self.weighs_inputs else ROUTES):
+        if bound.shape.call != (EVERY if self.weighs_inputs else self.router.calls):
             binder.differ(f"{self.experts} is called {bound.shape.call}")
             return None
         for fill in bound.fills:
@@ -179,6 +191,10 @@ class MoEShape(PartShape):
     @property
     def recorded(self) -> Mapping[str, str]:
         return {"router": self.router.rule.module}
+
+    @property
+    def whole_rows(self) -> bool:  # type: ignore[override]
+        return self.router.whole_rows
 
     def of_rank(self, share: Share) -> MoEShape:
         shared = self.shared

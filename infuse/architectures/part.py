@@ -145,10 +145,12 @@ class Share:
 class PartShape:
     """Dimensions and contents of one part. By default it contains nothing and is whole on each rank.
 
-    `convolves`: it reads the frames around each, so padding has to be masked in it, too.
+    `convolves`: it reads the frames around each, so padding has to be masked in it, too. `whole_rows`: padding counts
+    in it, so it is not skipped.
     """
 
     convolves: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = False
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -65,7 +65,8 @@ class Step(NamedTuple):
     """`part` names the block's child that runs, ADD multiplies the branch by `scale`, and `norm` is folded in.
 
     With several streams, `on` is the stream that the step changes. Attention goes `over` another value of the call: a
-    stream, or the states of an encoder. A norm over a value is that of x + value, or of x where None is passed. `by`
+    stream, or the states of an encoder. A norm over a value is that of x + value, or of x where None is passed. An MLP
+    over MASK is given the layer's mask, too. `by`
     are indices of the stream's vectors, if a time step modulates it: scale and shift of a norm, the gate of an ADD. A
     NORM without a part is y = x, and ADD leaves y alone.
     """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from infuse.architectures.bind import Binder
+from infuse.architectures.experts import MASKS, ONE_HOT, ROUTES
 from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Parameter, PartShape, inside, named
@@ -30,8 +33,11 @@ class Router:
     """The router at `module`, whose parameter `weight` [E, H] gives the logits. transformers records them by its class.
 
     `correction`: path of a bias [E] that is added to the scores before experts are chosen. `top_k`, `normalise`,
-    `least`, `scale`, `cap` and `jitter` name attributes of the module. All other words are those of Routing.
+    `least`, `scale`, `cap` and `jitter` name attributes of the module. All other words are those of Routing. `calls`:
+    how the experts that it chooses must be called (architectures/experts.py).
     """
+
+    calls: ClassVar[str] = ROUTES
 
     module: str
     weight: str = "weight"
@@ -48,7 +54,7 @@ class Router:
     scale: str | None = None
     cast: str | None = None
     in_order: bool = True
-    top_k: str = "top_k"
+    top_k: str | None = "top_k"
     cap: str | None = None
     jitter: str | None = None
 
@@ -131,7 +137,10 @@ class RouterShape(PartShape):
     """A router bound to a layer: its `rule` and the numbers that the layer gives.
 
     `groups` are their number and how many are kept. Every rank holds the router whole, without a quantization format.
+    `reads_mask`: it is given the layer's mask, too.
     """
+
+    reads_mask: ClassVar[bool] = False
 
     rule: Router
     hidden: int
@@ -224,3 +233,100 @@ class ScoringRouter(Router):
 @dataclass(frozen=True)
 class ScoringRouterShape(RouterShape):
     """A bound ScoringRouter."""
+
+
+@dataclass(frozen=True)
+class Top1Router(Router):
+    """A router that chooses one expert for each token of a row [B, T], up to a number of tokens an expert and row.
+
+    Switch Transformers (Fedus et al. 2021). Later tokens of the row that choose a full expert get none. `capacity` and
+    `dtype` name attributes of the module: that number, and the dtype of the product and of the softmax.
+    """
+
+    calls: ClassVar[str] = ONE_HOT
+
+    weight: str = "classifier.weight"
+    bias: str = "classifier.bias"
+    top_k: str | None = None
+    capacity: str = "expert_capacity"
+    dtype: str = "dtype"
+
+    def bind(self, binder: Binder, name: str) -> Top1RouterShape:
+        return Top1RouterShape(
+            **vars(super().bind(binder, name)),
+            capacity=int(self._number(binder, self.capacity, 1)),
+            dtype=self._dtype(binder),
+        )
+
+    def _dtype(self, binder: Binder) -> str:
+        found = binder.attribute(self.module, self.dtype)
+        if not isinstance(found, torch.dtype):
+            binder.differ(f"{self.module}.{self.dtype} is {found!r}, not a dtype")
+        return str(found).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Top1RouterShape(RouterShape):
+    """A bound Top1Router, with the name of its `dtype`. What a token gets depends on those before it."""
+
+    whole_rows: ClassVar[bool] = True
+
+    capacity: int
+    dtype: str
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Top2Router(Top1Router):
+    """A router that chooses two experts for each token, up to a number of tokens an expert and call.
+
+    NLLB-MoE in evaluation. The capacity is a `fraction` of the tokens or, if that is not positive, `capacity`; first
+    choices come before second ones, and tokens `by_priority` come in the order of their best probability. Both weights
+    are divided by their sum, before (`normalises_first`) or after experts drop tokens. Padding gets no expert, unless
+    `ignores_padding`. All these name attributes of the module.
+    """
+
+    calls: ClassVar[str] = MASKS
+
+    fraction: str = "moe_eval_capacity_token_fraction"
+    policy: str = "second_expert_policy"
+    by_priority: str = "batch_prioritized_routing"
+    normalises_first: str = "normalize_router_prob_before_dropping"
+    ignores_padding: str = "router_ignore_padding_tokens"
+
+    def bind(self, binder: Binder, name: str) -> Top2RouterShape:
+        policy = binder.attribute(self.module, self.policy)
+        if policy in ("sampling", "random"):
+            binder.differ(f"{self.module}.{self.policy} is {policy!r}: its second experts are drawn by lot")
+        fraction = float(self._number(binder, self.fraction, 0.0))
+        if fraction <= 0 and binder.attribute(self.module, self.capacity) is None:
+            binder.differ(f"{self.module}.{self.capacity} is None: the first call's number of tokens would decide it")
+        bound = super().bind(binder, name)
+        if bound.experts < 2:
+            binder.differ(f"{self.module} has {bound.experts} experts to choose two from")
+
+        def flag(name: str) -> bool:
+            return bool(binder.attribute(self.module, name))
+
+        return Top2RouterShape(
+            **{**vars(bound), "top_k": 2},
+            fraction=fraction,
+            by_priority=flag(self.by_priority),
+            normalises_first=flag(self.normalises_first),
+            ignores_padding=flag(self.ignores_padding),
+        )
+
+
+@dataclass(frozen=True)
+class Top2RouterShape(Top1RouterShape):
+    """A bound Top2Router."""
+
+    reads_mask: ClassVar[bool] = True
+
+    fraction: float
+    by_priority: bool
+    normalises_first: bool
+    ignores_padding: bool

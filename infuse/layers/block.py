@@ -65,7 +65,7 @@ class Block(InferenceModule):
     ):
         super().__init__()
         self.shape = shape
-        self._skips_padding = skips_padding and not shape.decodes and not shape.convolves
+        self._skips_padding = skips_padding and not shape.whole_rows
         self.reduce = group.dense.adds(f"{path}: attention and MLP")
         for name, part in shape.held:
             ranks = group if part.expert_count else group.dense

@@ -41,16 +41,16 @@ class MoE(InferenceModule, NativePart):
         for name in ("norm", "post"):
             self.add_module(name, Norm(shape.norms[name], context.bodies) if name in shape.norms else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fused(x, None, None)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [..., H]. `mask`: the layer's, for routers that look at padding."""
+        return self.fused(x, None, None, mask)
 
-    def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
+    def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None, mask: Tensor | None = None) -> Tensor:
         """Compute residual + self(norm(x)); x [..., H]."""
         held: dict[str, Any] = self._modules
         x = x if norm is None else direct(norm, x)
         x_TH = x.reshape(-1, x.shape[-1])
-        returned: Any = direct(held["router"], x_TH)
-        _, weights, index = routes_in(returned, self.shape.router.top_k)
+        _, weights, index = routes_in(self._returned(held["router"], x, mask), self.shape.router.top_k)
         if held["norm"] is not None:
             x_TH = direct(held["norm"], x_TH)
         of_experts = self._of_weighed_inputs if self.shape.weighs_inputs else held["experts"]
@@ -70,6 +70,13 @@ class MoE(InferenceModule, NativePart):
         out = out if self._combine is None else self._combine(out)
         out = (out if held["post"] is None else direct(held["post"], out)).view(x.shape)
         return out if residual is None else residual + out
+
+    def _returned(self, router: nn.Module, x: Tensor, mask: Tensor | None) -> Any:
+        """What the router returns, called as the original's is."""
+        shape = self.shape.router
+        if shape.reads_mask:
+            return router(x.reshape(-1, x.shape[-1]), mask)
+        return direct(router, x if shape.whole_rows else x.reshape(-1, x.shape[-1]))
 
     def _of_weighed_inputs(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Add up what each token's experts make of the token times their weights."""

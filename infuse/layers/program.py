@@ -157,6 +157,11 @@ def _mlp(name: str, s: Stream, parts: Parts) -> None:
     s.branch = made if s.branch is None else s.branch + made
 
 
+def _mlp_with_mask(name: str, s: Stream, parts: Parts) -> None:
+    made = parts[name](s.y, s.inputs.mask)
+    s.branch = made if s.branch is None else s.branch + made
+
+
 def _folded_attention(name: str, norm: str, s: Stream, parts: Parts) -> None:
     s.branch, weights = parts[name].forward(s.x, s.inputs, parts[norm] if norm else None, s.branch)
     s.weights.append(weights)
@@ -216,7 +221,7 @@ _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
         NORM_STREAM: lambda step, _: partial(_norm_stream, step.part),
         NORM_BRANCH: lambda step, _: partial(_norm_branch, step.part),
         ATTENTION: lambda step, _: partial(_over, step.part, step.over) if step.over else partial(_mix, step.part),
-        MLP: lambda step, _: partial(_mlp, step.part),
+        MLP: lambda step, _: partial(_mlp_with_mask if step.over == MASK else _mlp, step.part),
         FOLDED_ATTENTION: lambda step, _: partial(_folded_attention, step.part, step.norm),
         FOLDED_MLP: lambda step, _: partial(_folded_mlp, step.part, step.norm),
         CARRY: lambda step, _: _carry,

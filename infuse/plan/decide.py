@@ -357,8 +357,7 @@ class _Walk:
         quantized = {fill.target.removeprefix(inside): fill for fill in fills if fill.format and inside in fill.target}
         if formats := {weight: quant_format(str(fill.format)) for weight, fill in quantized.items()}:
             bodies = self.fitting(bodies, [part.shape.parts[mixture].experts for part in parts], formats)  # type: ignore[union-attr]
-        whole_rows = bound.shape.decodes or bound.shape.convolves
-        skips = self.facts.config.skip_padding and self.facts.device.kind == "cpu" and not whole_rows
+        skips = self.facts.skips_padding(bound.shape)
         for router in sorted(self.facts.routers):
             if router.startswith(f"{path}."):
                 self.keep(router)

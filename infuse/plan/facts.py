@@ -12,7 +12,7 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures.deepspeed import routed_in
-from infuse.architectures.experts import router_paths
+from infuse.architectures.experts import drops_tokens, router_paths
 from infuse.architectures.layer import Bound
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix, named
@@ -58,6 +58,11 @@ class Facts:
         self.readings = Readings(model, dtype, self.exact)
         self.users_own = UsersOwn(model, self.readings.layers.values())
         self._choices: dict[str, ops.Choice] = {}
+
+    def skips_padding(self, shape: LayerShape) -> bool:
+        """Whether a block of this shape leaves padding out."""
+        asked = self.config.skip_padding and self.device.kind == "cpu"
+        return asked and not shape.whole_rows and not drops_tokens(self.model)
 
     def choice(self, op: str) -> ops.Choice:
         """Choose the body for `op`; the result also lists the bodies that declined."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.layers.router import Router, routes_in
+from infuse.layers.router import Router, routes_in, with_routes
 from infuse.temporary_hooks import TemporaryHooks
 
 
@@ -54,7 +54,8 @@ def fed(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]) -> 
         return
 
     def feed(router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return _retold(output, next(remaining))
+        route = next(remaining)
+        return with_routes(output, route.weights, route.index)
 
     with TemporaryHooks() as hooks:
         for module in modules:
@@ -81,28 +82,20 @@ def _fed_by_itself(layer: nn.Module, router: Router, routes: Iterator[Route]) ->
 def repeated(layer: nn.Module, routers: Collection[str], routes: Sequence[Route], dtype: torch.dtype) -> list[Route]:
     """Call the routers at these paths again with the recorded inputs in `dtype`.
 
-    Arguments besides the hidden states belong to the original's routers; ours hold them.
+    Arguments besides the hidden states belong to the original's routers; ours hold them, but for a mask.
     """
     calls = []
     modules = [layer.get_submodule(path) for path in routers]
     for router, route in zip(cycle(modules), routes, strict=False):
         x, *more = route.args
-        output = router(x.to(dtype), *([] if isinstance(router, Router) else more))
+        holds_them = isinstance(router, Router) and not router.shape.reads_mask
+        output = router(x.to(dtype), *([] if holds_them else more))
         calls.append(Route(route.args, *_told(router, output)))
     return calls
 
 
 def _told(router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return routes_in(output, getattr(router, "top_k", 1))
-
-
-def _retold(output: tuple[Tensor, ...], route: Route) -> tuple[Tensor, ...]:
-    """The same output with the weights and index of `route`."""
-    if len(output) == 3:
-        logits, weights, _ = output
-        return logits, route.weights.to(weights.dtype), route.index
-    scores_TE, logits_TE = output
-    return torch.zeros_like(scores_TE).scatter(1, route.index, route.weights.to(scores_TE.dtype)), logits_TE
 
 
 def routes_mismatch(actual: Sequence[Route], wanted: Sequence[Route], tolerance: float) -> str | None:
