@@ -284,8 +284,8 @@ class InferenceEngine(nn.Module):
         )
 
     def _graphs(self, settings: InferenceConfig, device: Device) -> GraphUse | None:
-        """Choose the calls that become CUDA graphs. Adds a note to the plan if the ranks cannot capture."""
-        from infuse.generate.install import GraphUse
+        """Choose the calls that become CUDA graphs. Adds a note to the plan if some cannot be captured."""
+        from infuse.generate.install import GraphUse, routers_read_the_mask
 
         backend = backend_for(device.torch_device)
         if backend is None:
@@ -294,6 +294,9 @@ class InferenceEngine(nn.Module):
         if (steps or forward) and (why := self.group.why_not_captured(device.torch_device)):
             self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs: {why}"))
             steps = forward = False
+        if steps and routers_read_the_mask(self.module):
+            why = "routers read the mask of tokens, which covers the whole room of the cache there"
+            self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs of decode steps: {why}"))
         keep_bytes = device.memory_bytes // _KEPT_CACHES
         return GraphUse(backend, steps, forward, keep_bytes, inside=called_inside(self.module))
 

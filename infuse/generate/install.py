@@ -39,6 +39,7 @@ from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
+from infuse.layers.block import Block
 from infuse.layers.cache import OF_NOTHING, KVCache, first_counts, tokens_in
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
@@ -101,6 +102,11 @@ class GraphUse:
     inside: tuple[str, ...] = ()
 
 
+def routers_read_the_mask(module: nn.Module) -> bool:
+    """Whether a mixture depends on the mask of tokens, which covers the whole room of a captured step's cache."""
+    return any(isinstance(part, Block) and part.shape.reads_mask for part in module.modules())
+
+
 def install(
     module: nn.Module,
     *,
@@ -127,7 +133,7 @@ def install(
     buckets = None
     if graphs is not None:
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
-        if graphs.steps and caches:
+        if graphs.steps and caches and not routers_read_the_mask(module):
             buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group, kv_cache)
         for part in map(module.get_submodule, graphs.inside or ("", *encoders_in(module))):
             forward: Any = vars(part).get("forward")
