@@ -14,11 +14,25 @@ from infuse.architectures.attention import Attention, Packed, Rotary, Separate
 from infuse.architectures.bind import Binder, FoundLinear
 from infuse.architectures.layer import READING, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
+from infuse.architectures.moe import MoE
 from infuse.architectures.norm import LAYER, RMS, Norm
 from infuse.architectures.packing import BLOCKS
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, MixerShape, Share
-from infuse.architectures.program import ADD, ATTENTION, CLAMP_INFINITE, NORM, NORM_BRANCH, NORM_STREAM, Program, Step
+from infuse.architectures.program import (
+    ADD,
+    ATTENTION,
+    CLAMP_INFINITE,
+    MASK,
+    NORM,
+    NORM_BRANCH,
+    NORM_STREAM,
+    PRE,
+    Program,
+    Step,
+    program_of,
+)
 from infuse.architectures.program import MLP as MLP_STEP
+from infuse.architectures.router import Top2Router
 from infuse.parallel.slices import Span
 
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
@@ -204,6 +218,11 @@ def around_norms(attention: str, cross: str) -> Program:
     )  # fmt: skip
 
 
+def _masking(program: Program) -> Program:
+    """The program whose MLP is given the layer's mask."""
+    return tuple(step._replace(over=MASK) if step.does == MLP_STEP else step for step in program)
+
+
 _M, _SELF = "transformers.models.", "self_attn"
 
 
@@ -253,11 +272,31 @@ SEAMLESS = MBART.but(
     mlp=_FFN,
     **_cross("cross_attention", "cross_attention_layer_norm"),
 )
-# The layers of NLLB-MoE without a mixture.
+_NLLB_MOE = _M + "nllb_moe.modeling_nllb_moe."
 NLLB_MOE = SEAMLESS.but(
-    layer=_M + "nllb_moe.modeling_nllb_moe.NllbMoeDecoderLayer",
+    layer=_NLLB_MOE + "NllbMoeDecoderLayer", norm2=Norm("ff_layer_norm", LAYER), clamps=CLAMP_INFINITE
+)
+# Its layers with a mixture, of decoder and encoder: they give the router their mask.
+_MIXTURE: dict[str, Any] = dict(
+    mlp=MoE(Top2Router("ffn.router"), experts="ffn.experts", dropout="moe_token_dropout"), has="ffn.experts"
+)
+NLLB_MOE_MIXTURE = NLLB_MOE.but(program=_masking(NLLB_MOE.program), **_MIXTURE)
+NLLB_MOE_ENCODER = LayerSpec(
+    layer=_NLLB_MOE + "NllbMoeEncoderLayer",
+    norm1=Norm("self_attn_layer_norm", LAYER),
+    attn=Attention(
+        module=_SELF,
+        qkv=_projections(_SELF),
+        out=f"{_SELF}.out_proj",
+        heads="encoder_attention_heads",
+        kv_heads="encoder_attention_heads",
+        scale="scaling",
+        causal=False,
+    ),
     norm2=Norm("ff_layer_norm", LAYER),
+    program=_masking(program_of(PRE, _SELF)),
     clamps=CLAMP_INFINITE,
+    **_MIXTURE,
 )
 _GROUPED = dict(heads="num_attention_heads", kv_heads="num_key_value_heads", out=f"{_SELF}.o_proj")
 CANARY = MBART.but(
@@ -392,7 +431,9 @@ SPECS = (
     MUSICGEN,
     SEAMLESS,
     SEAMLESS.but(layer=_M + "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2DecoderLayer"),
+    NLLB_MOE_MIXTURE,
     NLLB_MOE,
+    NLLB_MOE_ENCODER,
     CANARY,
     MOONSHINE,
     T5GEMMA,

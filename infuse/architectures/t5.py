@@ -10,7 +10,9 @@ from infuse.architectures.attention import Attention, RelativeBias, Separate
 from infuse.architectures.encoder_decoder import CROSS, CROSS_NORM, STATES, STATES_MASK, CrossAttention, before_norms
 from infuse.architectures.layer import BIASED, LISTED, SUMS, TENSOR, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP
+from infuse.architectures.moe import MoE
 from infuse.architectures.norm import RMS, Norm
+from infuse.architectures.router import Top1Router
 
 _M, _ATTENTION, _MLP = "transformers.models.", "layer.0.SelfAttention.", "layer.1.DenseReluDense."
 _ACTIVATION = "dense_act_fn"
@@ -74,6 +76,16 @@ def _decoders(layer: str, **changes: Any) -> Iterator[LayerSpec]:
     return (spec.but(has="layer.2") for spec in _like(layer, **changes) if ("is_decoder", True) in spec.when)
 
 
+def _switch(layer: str) -> Iterator[LayerSpec]:
+    """Switch Transformers, encoder and decoder: some of its layers have mixtures whose experts drop tokens."""
+    own = T5.but(layer=_M + layer)
+    for decodes, mlp in ((False, "layer.1.mlp"), (True, "layer.2.mlp")):
+        half = own.but(**_READER) if decodes else own
+        dense = MLP(up=f"{mlp}.wi", down=f"{mlp}.wo", activation=_ACTIVATION)
+        mixture = MoE(Top1Router(f"{mlp}.router"), experts=f"{mlp}.experts", dense=dense)
+        yield half.but(mlp=mixture, when=(("is_decoder", decodes),))
+
+
 # A decoder whose names and returns are its own.
 _TEXT, _CROSS, _INNER = "self_attention", "encoder_decoder_attention", ".attention."
 PIX2STRUCT = LayerSpec(
@@ -113,5 +125,6 @@ SPECS = (
     # Whose encoder looks at parts of a text.
     *_decoders("longt5.modeling_longt5.LongT5Block", returns=LISTED),
     PIX2STRUCT,
+    *_switch("switch_transformers.modeling_switch_transformers.SwitchTransformersBlock"),
     *_like("umt5.modeling_umt5.UMT5Block", attn=_OWN_BIAS, returns=TENSOR),
 )

@@ -49,7 +49,10 @@ def pair(name: str, **how: Any) -> tuple[tuple[Any, Any], FakeBackend]:
     return (made(BY_NAME[name]), engine), backend
 
 
-@pytest.mark.parametrize("name", [family.name for family in ENCODER_DECODERS])
+READING_MASKS = ("nllb-moe", "nllb-moe-dropping")
+
+
+@pytest.mark.parametrize("name", [family.name for family in ENCODER_DECODERS if family.name not in READING_MASKS])
 def test_families(name: str) -> None:
     """One graph of the encoder, one for greedy search and sampling, one for beams."""
     models, backend = pair(name, forward=True)
@@ -59,6 +62,16 @@ def test_families(name: str) -> None:
     assert len(backend.captures) == 3
     steps = 9 * (NEW - 1) - 2 * EAGER
     assert backend.replays == steps + 9 - EAGER
+
+
+@pytest.mark.parametrize("name", READING_MASKS)
+def test_routers_that_read_the_mask(name: str) -> None:
+    """A bucket's mask covers its room, and routers take what it hides for padding: only the encoder is captured."""
+    models, backend = pair(name, forward=True)
+    for call in (1, 2, 3):
+        for asked in ({}, dict(num_beams=4, length_penalty=0.7)):
+            agree(models, **encoded(BY_NAME[name], padding="right", seed=call), **asked, max_new_tokens=NEW)
+    assert len(backend.captures) == 1
 
 
 def test_texts_of_other_lengths_share_a_graph() -> None:

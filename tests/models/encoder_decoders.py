@@ -40,6 +40,20 @@ T5 = [
     Family("mt5", t.MT5Config, t.MT5ForConditionalGeneration, "text", _T5),
     Family("umt5", t.UMT5Config, t.UMT5ForConditionalGeneration, "text", _T5),
 ]
+_SWITCH = dict(
+    d_model=48, d_kv=8, d_ff=40, num_heads=4, num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1, num_experts=4, vocab_size=96, decoder_start_token_id=2, pad_token_id=0,
+    relative_attention_num_buckets=8, relative_attention_max_distance=11,
+)  # fmt: skip
+_NLLB_MOE = dict(_TEXT, encoder_sparse_step=2, decoder_sparse_step=2, num_experts=4)
+MIXTURES = [
+    Family("switch", t.SwitchTransformersConfig, t.SwitchTransformersForConditionalGeneration, "text", _SWITCH),
+    Family("switch-dropping", t.SwitchTransformersConfig, t.SwitchTransformersForConditionalGeneration, "text",
+           dict(_SWITCH, num_sparse_encoder_layers=2, expert_capacity=2, router_bias=True)),
+    Family("nllb-moe", t.NllbMoeConfig, t.NllbMoeForConditionalGeneration, "text", _NLLB_MOE),
+    Family("nllb-moe-dropping", t.NllbMoeConfig, t.NllbMoeForConditionalGeneration, "text",
+           dict(_NLLB_MOE, moe_eval_capacity_token_fraction=0.3, batch_prioritized_routing=True)),
+]  # fmt: skip
 SPEECH = [
     Family("whisper", t.WhisperConfig, t.WhisperForConditionalGeneration, "speech", _WHISPER),
     Family("speech-to-text", t.Speech2TextConfig, t.Speech2TextForConditionalGeneration, "speech", _SPEECH_TO_TEXT),
@@ -94,7 +108,7 @@ MORE = [
     Family("vit-gpt2", _vit_gpt2, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]
     Family("moonshine", t.MoonshineConfig, t.MoonshineForConditionalGeneration, "speech", _MOONSHINE),
 ]  # fmt: skip
-ENCODER_DECODERS = [*TEXTS, *T5, *SPEECH, *MORE]
+ENCODER_DECODERS = [*TEXTS, *T5, *MIXTURES, *SPEECH, *MORE]
 BY_NAME = {family.name: family for family in ENCODER_DECODERS}
 
 

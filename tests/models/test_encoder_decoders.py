@@ -106,6 +106,8 @@ def test_answers(name: str, way: str) -> None:
         "two-berts",
         "vit-gpt2",
         "bigbird-pegasus",
+        "switch-dropping",
+        "nllb-moe-dropping",
     ],
 )
 def test_scores_states_and_attentions_of_an_answer(name: str) -> None:
@@ -128,7 +130,7 @@ def test_scores_states_and_attentions_of_an_answer(name: str) -> None:
                 assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5"])
+@pytest.mark.parametrize("name", ["bart", "mbart", "whisper", "t5", "umt5", "switch-dropping", "nllb-moe-dropping"])
 def test_an_attention_function_of_the_users(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is called for states, too: with their mask, without causal order, and without the bias of earlier tokens."""
     original, engine = (copy.deepcopy(each) for each in pair(name))
@@ -159,7 +161,7 @@ def caches(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["bart", "mbart", "pegasus", "t5", "umt5"])
+@pytest.mark.parametrize("name", ["bart", "mbart", "pegasus", "t5", "umt5", "switch-dropping", "nllb-moe-dropping"])
 def test_a_users_cache(name: str, kind: str) -> None:
     """A prompt in parts, what the cache holds, reordered rows, and a cache that the original has filled."""
     original, engine = pair(name)
@@ -212,7 +214,7 @@ def test_a_cache_without_a_place_for_states() -> None:
         decoder(input_ids=torch.ones(2, 3, dtype=torch.long), encoder_hidden_states=states[:1], use_cache=False)
 
 
-@pytest.mark.parametrize("name", ["bart", "mbart", "t5", "umt5"])
+@pytest.mark.parametrize("name", ["bart", "mbart", "t5", "umt5", "switch-dropping", "nllb-moe-dropping"])
 def test_a_decoder_without_states(name: str) -> None:
     """It leaves its third branch out, as a language model made of it does."""
     original, engine = pair(name)
@@ -286,7 +288,8 @@ def of_rank(name: str) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 RANKS = [("bart", 2), ("mbart", 3), ("whisper", 2), ("t5", 3), ("umt5", 2), ("t5gemma", 2), ("t5gemma", 3),
-         ("moonshine", 2), ("trocr", 3), ("vit-gpt2", 2), ("seamless", 2), ("two-berts", 3)]  # fmt: skip
+         ("moonshine", 2), ("trocr", 3), ("vit-gpt2", 2), ("seamless", 2), ("two-berts", 3), ("switch-dropping", 2),
+         ("nllb-moe-dropping", 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "size"), RANKS)
@@ -302,7 +305,21 @@ def test_ranks(name: str, size: int, ranks: Ranks) -> None:
         assert blocks == 4 and torch.equal(greedy, answers[0]) and torch.equal(beams, answers[1])
 
 
-@pytest.mark.parametrize("name", ["bart", "whisper", "t5", "t5gemma", "moonshine", "vit-gpt2", "trocr", "two-berts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bart",
+        "whisper",
+        "t5",
+        "t5gemma",
+        "moonshine",
+        "vit-gpt2",
+        "trocr",
+        "two-berts",
+        "switch-dropping",
+        "nllb-moe-dropping",
+    ],
+)
 def test_checkpoints_and_state_dicts(name: str, tmp_path: Path) -> None:
     """Weights come from files, and go back to files, under the original's names."""
     family = BY_NAME[name]
@@ -334,7 +351,7 @@ def test_our_cache_is_in_the_pair_and_goes_with_copies() -> None:
     assert torch.equal(plain.generate(**given, max_new_tokens=4), answer.sequences)
 
 
-@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("name", ["bart", "t5", "switch-dropping", "nllb-moe-dropping"])
 def test_an_int8_cache(name: str) -> None:
     engine = infuse.init_inference(made(BY_NAME[name]), dtype="fp32", kv_cache="int8", progress=False)
     given = encoded(BY_NAME[name])

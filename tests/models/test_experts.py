@@ -75,7 +75,7 @@ def test_the_documentation_tells_the_depth_of_each_mixture() -> None:
     parts = {spec: (spec.mlp, *dict(spec.more).values()) for spec in SPECS if spec not in WITH_INDEXERS}
     specs = (spec for spec, held in parts.items() if any(isinstance(getattr(part, "moe", part), MoE) for part in held))
     blocks = {spec.layer.split(".")[2] for spec in specs}
-    left = {folder[name] for name in LEFT if name in folder} | {"jetmoe", "longcat_flash", "nllb_moe"}
+    left = {folder[name] for name in LEFT if name in folder} | {"jetmoe", "longcat_flash"}
     assert sorted(told["block"]) == sorted(blocks) and sorted(told["left"]) == sorted(left)
     assert sorted(told["experts"]) == sorted({*folder.values(), *others} - blocks - left)
 
