@@ -13,7 +13,7 @@ from torch import nn
 from infuse import ops
 from infuse.architectures.deepspeed import routed_in
 from infuse.architectures.experts import drops_tokens, router_paths
-from infuse.architectures.layer import Bound
+from infuse.architectures.layer import Bound, LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix, named
 from infuse.architectures.read_weights import read_linears
