@@ -29,7 +29,8 @@ def with_format(
         return fill, formats.difference(fill, path) or left_alone
     ordered = formats.is_ordered(fill, path)
     is_stored = ordered or formats.is_as_stored(fill, path, format)
-    why = matrix.unquantized or (_out_of_order(fill, matrix) if ordered else "")
+    kept = "stays in float32, as transformers loads it" if fill.exact else ""
+    why = matrix.unquantized or kept or (_out_of_order(fill, matrix) if ordered else "")
     why = why or next(_misfits(fill, matrix, format, fills, whole, shapes, formats, path), "")
     if why:
         return fill, f"though stored in {in_words(str(format), ordered=ordered)}: {why}" if is_stored else why

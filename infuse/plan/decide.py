@@ -398,8 +398,8 @@ class _Walk:
         part = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
         divided = kept_apart(part.fills, whole, self.facts.formats, self.facts.model, path)
-        formatted = [self.with_format(fill, divided, whole, shapes, path) for fill in divided]
-        fills = tuple(replace(fill, exact=bool(self.facts.kept(path, fill))) for fill in formatted)
+        marked = tuple(replace(fill, exact=bool(self.facts.kept(path, fill))) for fill in divided)
+        fills = tuple(self.with_format(fill, marked, whole, shapes, path) for fill in marked)
         return part.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:

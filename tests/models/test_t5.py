@@ -133,6 +133,22 @@ def test_float16_in_both_halves(gated: bool, keeps: bool, quant: str | None) -> 
     assert engine.generate(given["input_ids"], num_beams=2, max_new_tokens=6).shape == (3, 7)
 
 
+def test_float16_with_formats_keeps_wo() -> None:
+    """Also where a format fits it: a matrix that stays in float32 is not quantized, and its layer is a block."""
+    given = dict(input_ids=torch.randint(3, 96, (3, 9)), decoder_input_ids=torch.randint(3, 96, (3, 4)))
+    exact, half = seq2seq(d_model=64, d_kv=16, d_ff=128), seq2seq(d_model=64, d_kv=16, d_ff=128).half()
+    for name, parameter in half.named_parameters():
+        parameter.data = parameter.data.float() if name.endswith("wo.weight") else parameter.data
+    engine = infuse.init_inference(half, dtype="fp16", quant="int8")
+    blocks = [module for module in engine.module.modules() if isinstance(module, Block)]
+    assert [block.mlp.down.weight.dtype for block in blocks] == 4 * [torch.float32]
+    assert all(type(block.mlp.up).__name__ == "QuantizedLinear" for block in blocks)
+    assert "mlp.down.weight: in torch.float16: stays in float32" in str(engine.plan)
+    with torch.no_grad():
+        found, wanted = engine(**given).logits, exact(**given).logits
+    assert float((found - wanted).norm() / wanted.norm()) <= 0.1
+
+
 def test_sums_that_do_not_fit_into_float16_are_clamped() -> None:
     """Each sum of a stream, in a model that was cast as a whole: the others of its values are the original's, too."""
     model, original = seq2seq().half(), seq2seq().half()
