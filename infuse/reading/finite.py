@@ -38,7 +38,7 @@ class Answers(TorchFunctionMode):
         kinds = {**_OF_FINITE, **_OF_OTHERS}
         if function in kinds and len(args) == 1 and args[0].dtype == torch.float16:
             self.asked.append(args[0])
-            return _Answer(self.finite is kinds[function])
+            return _AllFinite(self.finite) if kinds[function] else _AnyOther(not self.finite)
         if function in _CLAMPS:
             self.clamped.append(args[0])
         return function(*args, **(kwargs or {}))
@@ -50,13 +50,20 @@ class Answers(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """Stands for a tensor of answers that are all the same."""
+class _AllFinite:
+    """Stands for a tensor that tells of each value whether it is finite. What else is asked of it raises."""
 
     value: bool
 
     def all(self) -> bool:
         return self.value
+
+
+@dataclass(frozen=True)
+class _AnyOther:
+    """Stands for a tensor that tells of each value whether it is not finite. What else is asked of it raises."""
+
+    value: bool
 
     def any(self) -> bool:
         return self.value

@@ -116,6 +116,16 @@ class AsksForASum(Clamped):
         return x.clamp(-LIMIT, LIMIT) if x.dtype == torch.float16 and bool(x.sum() > 1e4) else x
 
 
+class AsksWhetherNoneIs(Clamped):
+    def clamped(self, x: Tensor, given: Tensor) -> Tensor:
+        return x.clamp(-LIMIT, LIMIT) if x.dtype == torch.float16 and torch.isinf(x).all() else x
+
+
+class AsksWhetherOneIs(Clamped):
+    def clamped(self, x: Tensor, given: Tensor) -> Tensor:
+        return x.clamp(-LIMIT, LIMIT) if x.dtype == torch.float16 and not torch.isfinite(x).any() else x
+
+
 def planned(layer: type, dtype: torch.dtype) -> Any:
     pieces = layers.Pieces(layer, ENCODER.attention, ENCODER.mlp, ENCODER.norm)
     return infuse.plan(Case("", "", of=pieces).make().to(dtype), dtype=dtype)
@@ -136,6 +146,8 @@ def test_a_layer_of_the_users(capfd: pytest.CaptureFixture[str]) -> None:
         (DoesMore, "does more than to clamp|left"),
         (Asymmetric, "clamp"),
         (AsksForASum, "branch on values"),
+        (AsksWhetherNoneIs, "has no attribute 'all'"),
+        (AsksWhetherOneIs, "has no attribute 'any'"),
     ],
 )
 def test_layers_that_stay(layer: type, why: str, capfd: pytest.CaptureFixture[str]) -> None:
