@@ -43,6 +43,7 @@ from infuse.layers.block import Block
 from infuse.layers.cache import OF_NOTHING, KVCache, first_counts, tokens_in
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
+from infuse.layers.linear import has_global_hooks
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import names_ours
 from infuse.layers.slot import StateSlot
@@ -320,7 +321,7 @@ def _can_replay(module: nn.Module, are_replayed: LibraryCalls) -> bool:
     parts = list(module.modules())
     named = [part.named for part in parts if isinstance(part, Experts) and part.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
-    if compiled or others or not ours_only or users_hooks(parts[1:]):
+    if compiled or others or not ours_only or has_global_hooks() or users_hooks(parts[1:]):
         return False
     users_forward = forward.own if isinstance(forward, Forward) else None  # set on the instance before
     return (users_forward is None or is_librarys(users_forward, _REPLAYED)) and are_replayed(parts)

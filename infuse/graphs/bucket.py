@@ -144,6 +144,10 @@ class _Step:
         `places` holds the index at which the token is written, and the tokens including it.
         """
         assert self.forward is not None
+        model = getattr(self.forward, "__self__", None)
+        foreign = any(slot.filler is None for slot in self.cache.layers)
+        if foreign and not getattr(model, "_can_compile_fullgraph", False):
+            raise RuntimeError(f"{type(model).__name__} has attentions of its own, which may not mask free room")
         held = None if states is None else self.states[states]
         cache: Any = self.cache if held is None else held.pair(self.cache)
         self.cache.hold_place(places[0], places[1])

@@ -21,6 +21,7 @@ from infuse.graphs.runner import GraphRunner, Places
 from infuse.graphs.signature import Unsupported, rebuilt, signature
 from infuse.layers.cache import pair_of
 from infuse.layers.gradient import refusing
+from infuse.layers.linear import has_global_hooks
 from infuse.parallel.group import Group
 
 
@@ -64,7 +65,7 @@ class Forward:
         if self._hooks is None:
             inside = [part for part in self._module.modules() if part is not self._module]
             self._hooks = [hooks for part in inside for hooks in (part._forward_pre_hooks, part._forward_hooks)]
-        return self._is_users or (any(self._hooks) and are_users(self._hooks))
+        return self._is_users or has_global_hooks() or (any(self._hooks) and are_users(self._hooks))
 
     @property
     def __signature__(self) -> inspect.Signature:

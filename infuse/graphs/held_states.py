@@ -34,6 +34,7 @@ class GivenStates:
         self.mask: Tensor | None = arguments.get(MASK)
         self._tensors = [*_stored(cache), *self.encoded.values(), self.mask]
         self._counts = [slot.repeats for slot in cache.layers]
+        self._versions = [0 if each is None or each.is_inference() else each._version for each in self._tensors]
 
     @staticmethod
     def of(cache: Any, arguments: Mapping[str, Any]) -> GivenStates | None:
@@ -46,8 +47,10 @@ class GivenStates:
         return GivenStates(cache, arguments) if known else None
 
     def are(self, other: GivenStates | None) -> bool:
-        """Whether the other's are the same tensors, for the same rows."""
-        if other is None or len(self._tensors) != len(other._tensors) or self._counts != other._counts:
+        """Whether the other's are the same tensors with the same values, for the same rows."""
+        if other is None or len(self._tensors) != len(other._tensors):
+            return False
+        if (self._counts, self._versions) != (other._counts, other._versions):
             return False
         return all(mine is its for mine, its in zip(self._tensors, other._tensors, strict=True))
 

@@ -26,7 +26,8 @@ _COMPARED: dict[Any, Callable[[int, int], bool]] = {
 class HeldCount(Tensor):
     """An integer tensor [], `offset` more than `counted`, which is between `least` and `most`.
 
-    With a number added it is another one; all else gives tensors.
+    With a number added it is another one; all else gives tensors. It never changes in place: `count += 1`, of a number
+    in the model, would move the token.
     """
 
     counted: Tensor
@@ -43,13 +44,16 @@ class HeldCount(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        first, *more = args
+        first, *more = args or (None,)
         with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(first, cls):
+            if isinstance(first, cls) and not kwargs:
                 if (decided := _decided(function, first, more)) is not None:
                     return decided
-                if function is Tensor.add and [type(each) for each in more] == [int]:
+                if function in (Tensor.add, Tensor.add_) and [type(each) for each in more] == [int]:
                     return cls.of(first.counted, first.least, first.most, first.offset + more[0])
+            name = getattr(function, "__name__", "")
+            if isinstance(first, cls) and name.endswith("_") and not name.endswith("__"):
+                args = (first.counted + first.offset, *more)
             return function(*args, **(kwargs or {}))
 
 

@@ -17,6 +17,7 @@ from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.held_count import HeldCount, HeldCounts
 from infuse.layers.states_slot import StatesCache
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, encoded, made
+from tests.models.families import enlarge
 from tests.models.whisper import FALLBACK, sounds, whisper
 from tests.support.fake_graph import FakeBackend, forbidding
 from tests.support.graphed import graphed
@@ -192,6 +193,64 @@ def test_hooks_of_the_users_run_in_each_step() -> None:
     assert len(heard) == 3 * (1 + NEW) and len(backend.captures) == 2
 
 
+def test_hooks_on_all_modules_run_in_each_step() -> None:
+    (original, engine), backend = pair("t5", forward=True)
+    agree((original, engine), **encoded(BY_NAME["t5"]), max_new_tokens=NEW)
+    captures, replays, heard = len(backend.captures), backend.replays, []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *args: heard.append(type(module)) if isinstance(module, torch.nn.Embedding) else None
+    )
+    try:
+        for _ in range(3):
+            engine.generate(**encoded(BY_NAME["t5"]), max_new_tokens=NEW)
+    finally:
+        hook.remove()
+    assert len(heard) >= 3 * (1 + NEW) and (len(backend.captures), backend.replays) == (captures, replays)
+
+
+def test_a_mask_that_changes_in_place() -> None:
+    """The original reads it at each step, so what is held of it is copied again."""
+    models, backend = pair("t5")
+    answers = []
+    for model in 2 * models:
+        mask = torch.ones(3, 11, dtype=torch.long)
+
+        def hide(ids: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor = mask) -> torch.Tensor:
+            if ids.shape[1] == 7:
+                mask[:, 3:] = 0
+            return scores
+
+        given = encoded(BY_NAME["t5"]) | dict(attention_mask=mask)
+        asked = dict(return_dict_in_generate=True, output_scores=True, max_new_tokens=NEW)
+        answers.append(model.generate(**given, **asked, logits_processor=[hide]).scores)
+    assert_same(answers[1], answers[0])
+    assert_same(answers[3], answers[2])
+    assert len(backend.captures) == 1
+
+
+@pytest.mark.parametrize("name", ["fsmt", "led"])
+def test_attentions_that_see_all_room_of_a_cache(name: str) -> None:
+    """Without a block, and in a model that transformers gives no static cache: it would attend to the free room."""
+    small: dict[str, Any] = dict(
+        d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if name == "fsmt":
+        config: Any = t.FSMTConfig(langs=["a", "b"], src_vocab_size=96, tgt_vocab_size=96, **small)
+    else:
+        config = t.LEDConfig(vocab_size=96, attention_window=4, **small)
+    model: Any = t.AutoModelForSeq2SeqLM.from_config(config).eval()
+    enlarge(model)
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    engine, backend = graphed(copy.deepcopy(model))
+    ids = torch.randint(3, 96, (2, 12))
+    with pytest.warns(UserWarning, match="no CUDA graph of the decode step.*attentions of its own"):
+        agree((model, engine), input_ids=ids, max_new_tokens=NEW)
+    agree((model, engine), input_ids=ids, max_new_tokens=NEW)
+    assert not backend.captures
+
+
 def test_a_capture_that_fails() -> None:
     models, backend = pair("t5")
     backend.fail = RuntimeError("not on this device")
@@ -249,4 +308,12 @@ def test_a_number_of_tokens_on_the_device() -> None:
                 asked()
     assert torch.equal(rows, table[5:7]) and torch.equal(columns, table.t()[:, 6:8])
     assert places.dtype == torch.int32 and places.tolist() == [5, 6, 7] and moved.tolist() == [5, 6]
+    more = count
+    with HeldCounts(), forbidding():
+        more += 2
+        assert more > 2 and type(more) is HeldCount
+    less = count
+    less -= 1
+    assert (int(more), int(less), int(count), int(place)) == (7, 4, 5, 5), "the token's place stays where it is"
+    assert int(count.add(1, alpha=2)) == 7 and int(torch.clamp(input=count, max=3)) == 3
     assert type(moved) is torch.Tensor and type(count.clone()) is torch.Tensor and count.dtype == torch.int64
