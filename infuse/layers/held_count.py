@@ -100,5 +100,11 @@ def _rows(table: Tensor, index: Any) -> Tensor | None:
     *all_of, last = index if isinstance(index, tuple) else (index,)
     if not isinstance(last, slice) or last.step is not None or any(each != slice(None) for each in all_of):
         return None
-    places = _between(last.start, last.stop)
-    return None if places is None else table.index_select(len(all_of), places)
+    places, axis = _between(last.start, last.stop), len(all_of)
+    if (
+        places is None
+        or last.start.least + last.start.offset < 0
+        or last.stop.most + last.stop.offset > table.shape[axis]
+    ):
+        return None  # a slice has fewer rows where a table ends
+    return table.index_select(axis, places)
