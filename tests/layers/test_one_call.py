@@ -187,7 +187,7 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
         "v_norm", "out_norm", "norm", "lends", "borrows", "gate",
     }  # fmt: skip
     refused = {
-        "clip", "whole", "head_counts", "causal", "norm_after", "factors",
+        "clip", "whole", "head_counts", "causal", "norm_after", "factors", "wide",
     }  # fmt: skip  # by Attention.native, MLP.native and Norm.native
     sizes_and_names = {"name", "hidden", "inner", "width", "copies", "inverted_mask", "replaces"}
     sizes_and_names |= {"first_head", "first_kv_head"}
