@@ -281,19 +281,12 @@ _MIXTURE: dict[str, Any] = dict(
     mlp=MoE(Top2Router("ffn.router"), experts="ffn.experts", dropout="moe_token_dropout"), has="ffn.experts"
 )
 NLLB_MOE_MIXTURE = NLLB_MOE.but(program=_masking(NLLB_MOE.program), **_MIXTURE)
-NLLB_MOE_ENCODER = LayerSpec(
+NLLB_MOE_ENCODER = MBART.but(
     layer=_NLLB_MOE + "NllbMoeEncoderLayer",
-    norm1=Norm("self_attn_layer_norm", LAYER),
-    attn=Attention(
-        module=_SELF,
-        qkv=_projections(_SELF),
-        out=f"{_SELF}.out_proj",
-        heads="encoder_attention_heads",
-        kv_heads="encoder_attention_heads",
-        scale="scaling",
-        causal=False,
-    ),
+    attn=dict(heads="encoder_attention_heads", kv_heads="encoder_attention_heads", causal=False),
     norm2=Norm("ff_layer_norm", LAYER),
+    more=(),
+    values=(),
     program=_masking(program_of(PRE, _SELF)),
     clamps=CLAMP_INFINITE,
     **_MIXTURE,
