@@ -89,13 +89,41 @@ def test_texts_of_other_lengths_share_a_graph() -> None:
     assert len(backend.captures) == 2
 
 
-def test_a_text_of_padding_alone_sees_no_more_of_it() -> None:
-    models, backend = pair("bart")
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_a_text_of_padding_alone_sees_no_more_of_it(name: str) -> None:
+    """Masks that are added to scores let such a text see all states alike."""
+    engine, backend = graphed(made(BY_NAME[name]))
+    plain = infuse.init_inference(made(BY_NAME[name]), dtype="fp32", progress=False)
+    for model in (plain, engine):
+        model.module.set_attn_implementation("eager")
     ids, mask = torch.randint(3, 96, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1] = 0
     for _ in range(2):
-        agree(models, input_ids=ids, attention_mask=mask, max_new_tokens=NEW)
+        agree(
+            (plain, engine), input_ids=ids, attention_mask=mask, max_new_tokens=NEW, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
     assert len(backend.captures) == 1
+
+
+def test_a_replay_returns_what_a_step_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are the caller's own, not those that the graph holds."""
+    models, _ = pair("bart")
+    returned: list[tuple[Any, Any]] = []
+    replay = GraphedCache.replay
+
+    def noted(self: GraphedCache, forward: Any, args: Any, kwargs: Any) -> Any:
+        output = replay(self, forward, args, kwargs)
+        returned.append((kwargs, output))
+        return output
+
+    monkeypatch.setattr(GraphedCache, "replay", noted)
+    agree(models, **encoded(BY_NAME["bart"], padding="right"), max_new_tokens=NEW)
+    kwargs, output = returned[-1]
+    with torch.inference_mode():
+        exact = models[0](**{**kwargs, "cache" if "cache" in kwargs else "past_key_values": None})
+    assert type(output) is type(exact) and [*output] == [*exact]
+    assert output.encoder_last_hidden_state is kwargs["encoder_outputs"].last_hidden_state
 
 
 @pytest.mark.parametrize("beams", [1, 3])
