@@ -155,15 +155,15 @@ def test_sums_that_do_not_fit_into_float16_are_clamped() -> None:
     engine = infuse.init_inference(model, dtype="fp16", verify="off")
     ours, theirs = engine.module.decoder.block[0], original.decoder.block[0]
     states = torch.randn(2, 5, 48).half()
-    for largest in (6e4, 6.52e4, 1.0):
+    for part in (ours.layer.out, theirs.layer[0].SelfAttention.o):
+        with torch.no_grad():
+            part.weight[:2] = 3e2  # of either sign: one of the first two sums does not fit
+    for largest in (65504.0, 1.0):
         x = torch.randn(2, 3, 48).half()
         x[..., :2] = torch.tensor([largest, -largest])
-        for part in (ours.layer.out, theirs.layer[0].SelfAttention.o):
-            with torch.no_grad():
-                part.weight[:2] = 1e3 * part.weight[:2].sign()
         with torch.no_grad():
             found, wanted = (block(x, encoder_hidden_states=states)[0] for block in (ours, theirs))
-        assert torch.isfinite(wanted).all() and torch.equal(found.abs() == 64512, wanted.abs() == 64512)
+        assert torch.isfinite(wanted).all() and bool((wanted.abs() > 6e4).any()) is (largest > 1)
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 

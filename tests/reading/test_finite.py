@@ -66,7 +66,16 @@ def test_encoders_of_transformers(name: str) -> None:
             found, exact = (first(layer(x, attention_mask=None)) for layer in (ours, theirs))
         largest = 65000 if CLAMPS[name] == CLAMP_INFINITE and not overflows else LIMIT
         assert torch.isfinite(exact).all() and abs(float(exact.abs().max()) - largest) <= 16
+        assert float(found.abs().max()) == float(exact.abs().max())
         torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["m2m-100", "speech-to-text"])
+def test_a_model_whose_buffers_are_wide(name: str) -> None:
+    """Positions in float32 make hidden states of float32, in which layers do not clamp, when a model runs on meta."""
+    plan = infuse.plan(made(BY_NAME[name]), dtype=HALF)
+    programs = [step.shape.program for step in plan.steps if step.kind.is_layer and "encoder." in step.path]
+    assert len(programs) == 2 and all(program[-1].does == CLAMP for program in programs)
 
 
 @pytest.mark.parametrize("name", ["whisper", "bart"])
