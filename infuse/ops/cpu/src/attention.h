@@ -248,17 +248,16 @@ inline void clear(const Scratch& scratch, const Partial& state) {
 
 // The rows from `rows` on, of keys or values: at most one block.
 template <class S>
-Ahead<S> ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t count) {
-  const int64_t row_bytes = a.width * int64_t(sizeof(S)) + (a.of_int8 ? int64_t(sizeof(float)) : 0),
-      next = count < kKeyBlock ? count : kKeyBlock;
-  const auto* at = reinterpret_cast<const char*>(rows);
-  if constexpr (std::is_same_v<S, quad8>) return {at, step == row_bytes ? next * row_bytes / 64 : 0};
-  else return {at, step * int64_t(sizeof(S)), row_bytes, int(next)};
+Ahead ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t count) {
+  const int64_t row_bytes = a.width * int64_t(sizeof(S)) + (a.of_int8 ? int64_t(sizeof(float)) : 0);
+  return {rows, step * int64_t(sizeof(S)), row_bytes, count < kKeyBlock ? count : kKeyBlock};
 }
 
 template <class S, int ROWS>
 void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int count, const float* key_scales,
-                Ahead<S> ahead) {
+                Ahead& ahead) {
+  constexpr int at_once = std::is_same_v<S, quad8> ? 8 : Vec::width / ROWS;
+  ahead.over(scratch.rows / ROWS * ((count + at_once - 1) / at_once));
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
     float* scores = scratch.scores() + r * kScoreStep;
     if constexpr (std::is_same_v<S, quad8>) {
@@ -268,9 +267,8 @@ void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int 
                          : score_quads<ROWS, false>(k, a.k_t, count, a.width, q, key_scales, scores, ahead);
     } else {
       const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.queries()) + r * scratch.width;
-      score_keys<S, ROWS>(k, a.k_t, count, a.width, q, scratch.width, scores, ahead);
+      score_keys<S, ROWS>(k, a.k_t, count, a.width, q, scratch.width, a.scale, scores, ahead);
     }
-    ahead.stop();
   }
 }
 // Adds the products of further columns to the scores.
@@ -279,7 +277,8 @@ void add_more_scores(const AttentionArgs& a, const Scratch& scratch, const S* k,
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
     float* more = scratch.more_scores() + r * kScoreStep;
     const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.more_queries()) + r * scratch.more_width;
-    score_keys<S, ROWS>(k, a.more_t, count, a.more_width, q, scratch.more_width, more, RowsAhead{});
+    Ahead none;
+    score_keys<S, ROWS>(k, a.more_t, count, a.more_width, q, scratch.more_width, a.scale, more, none);
     float* scores = scratch.scores() + r * kScoreStep;
     for (int row = 0; row < ROWS; ++row, scores += kScoreStep, more += kScoreStep) {
       for (int i = 0; i < count; i += Vec::width) {
@@ -292,22 +291,24 @@ template <class S, int ROWS>
 void weigh_rows(const Scratch& scratch, const Partial& state, const BlockScales<S>& scales) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
     const RowSums of = {state.largest + r, state.total + r, scratch.keep() + r, scratch.weight_unit() + r};
-    weigh_quads<ROWS>(scratch.scores() + r * kScoreStep, scales, of);
+    float* scores = scratch.scores() + r * kScoreStep;
+    if constexpr (std::is_same_v<S, quad8>) weigh_quads<ROWS>(scores, scales, of);
+    else weigh_pairs<ROWS>(scores, of);
   }
 }
 template <class S, int ROWS>
 void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const S* v, int count,
-              Ahead<S> ahead) {
+              Ahead& ahead) {
+  ahead.over(scratch.rows / ROWS * value_steps<S, ROWS>(a.width, count));
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
     const ValueBlock<S> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep,
                                  state.sums + r * scratch.width, scratch.width, scratch.keep() + r,
-                                 scratch.weight_unit() + r, ahead};
+                                 scratch.weight_unit() + r, &ahead};
     if constexpr (std::is_same_v<S, quad8>) {
       count == kKeyBlock ? add_quads<ROWS, true>(block) : add_quads<ROWS, false>(block);
     } else {
       add_values<S, ROWS>(block);
     }
-    ahead.stop();
   }
 }
 
@@ -321,6 +322,7 @@ template <class T, class S>
 void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state, int64_t key) {
   const int count = int(a.length - key < kKeyBlock ? a.length - key : kKeyBlock);
   constexpr bool of_int8 = !std::is_same_v<S, T>, in_quads = std::is_same_v<S, quad8>;
+  constexpr bool together = in_quads || kInPairs<S>;  // all rows are weighed at once
   const S* k = static_cast<const S*>(a.k) + head.b * a.k_b + head.n * a.k_n + key * a.k_t;
   const S* v = static_cast<const S*>(a.v) + head.b * a.v_b + head.n * a.v_n + key * a.v_t;
   BlockScales<S> scales;
@@ -330,9 +332,9 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
   };
   const int64_t left = a.length - key - count;
   // of rows of bytes the next keys and then the next values; else these values and then the next keys
-  const Ahead<S> next_keys = ahead_of(a, k + count * a.k_t, a.k_t, left);
-  Ahead<S> during_scores = in_quads ? next_keys : ahead_of(a, v, a.v_t, a.v == a.k ? 0 : count);
-  Ahead<S> during_sums = in_quads ? ahead_of(a, v + count * a.v_t, a.v_t, left) : next_keys;
+  const Ahead next_keys = ahead_of(a, k + count * a.k_t, a.k_t, left);
+  Ahead during_scores = in_quads ? next_keys : ahead_of(a, v, a.v_t, a.v == a.k ? 0 : count),
+      during_sums = in_quads ? ahead_of(a, v + count * a.v_t, a.v_t, left) : next_keys;
   if constexpr (in_quads) during_scores.fetch(during_scores.left / 8);
   scales_of(k, a.k_t, scales.keys);
   scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, scales.keys, during_scores)
@@ -356,17 +358,17 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     if (each_head || r % group == 0) adjust(a, head.b, head.n * group + r % group, r / group, key, count, with);
     float* scores = scratch.scores() + r * kScoreStep;
     if (with.any) state.allowed[r] = 1.0f;
-    if constexpr (in_quads) {
+    if constexpr (together) {
       if (count == kKeyBlock && !with.adds && !with.hides && a.softcap <= 0) continue;
       adjusted_scores(a, with, count, 1.0f, scores);
       for (int i = (count + 15) / 16 * 16; i < kKeyBlock; ++i) scores[i] = -kInfinity;
     } else {
       if constexpr (of_int8) multiply_row(scores, scales.keys, count);
-      weigh_row<S>(state, r, adjusted_scores(a, with, count, a.scale, scores), count, scores, scratch.keep()[r]);
+      weigh_row<S>(state, r, adjusted_scores(a, with, count, 1.0f, scores), count, scores, scratch.keep()[r]);
       if constexpr (of_int8) multiply_row(scores, scales.values, count);
     }
   }
-  if constexpr (in_quads) {
+  if constexpr (together) {
     during_sums.fetch(during_sums.left / 4);
     scratch.rows == 1 ? weigh_rows<S, 1>(scratch, state, scales)
                       : scratch.rows == 2 ? weigh_rows<S, 2>(scratch, state, scales)

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "attention_kernels.h"
+#include "elements.h"
 #include "int8_rows.h"
 
 namespace infuse {
@@ -32,70 +33,55 @@ struct Products {
   static Vec add(Reg k, Reg q, Vec sum) { return fma(k, q, sum); }
 };
 
-// Prefetches the rest of a row whose first columns are read now. Otherwise the later pass over the other columns would
-// wait for memory again, with a stride that the hardware does not predict.
-template <class T>
-inline void fetch_rest(const T* row, int64_t from, int64_t width) {
-  for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
-}
-
-// A block's values while its keys are read, then the next block's keys. They are prefetched row by row, since the hardware
-// would begin anew with each block: 14 instead of 40 GB/s.
-struct RowsAhead {
-  const char* rows;
-  int64_t step_bytes, row_bytes;
-  int count;
-
-  void stop() { count = 0; }
-  // Rows [i, i + n).
-  [[gnu::always_inline]] void fetch(int i, int n) const {
-    if (i >= count) return;
-    const char* row = rows + i * step_bytes;
-    if (step_bytes == row_bytes) {
-#pragma GCC unroll 4
-      for (const char* end = row + n * row_bytes; row < end; row += 64) __builtin_prefetch(row);
-      return;
-    }
-    for (const char* end = row + n * step_bytes; row != end; row += step_bytes) {
-      for (int64_t c = 0; c < row_bytes; c += 64) __builtin_prefetch(row + c);
-    }
-  }
-};
-
-// For rows of an int8 cache without bytes between them: the next block's keys and values, line by line all through a
-// block. Its products take as long as reading it, so that memory must never wait for them.
-struct LinesAhead {
-  const char* at;
-  int64_t left;        // lines
+// Rows that are needed next, fetched line by line all through the work on others: the hardware would begin anew with each
+// block, and memory would wait for the products. Line by line, since with four at once memory gave 0.8 of the rate.
+struct Ahead {
+  const char* at = nullptr;
+  const char* row_end = nullptr;  // rows without bytes between them are one
+  int64_t row_bytes = 0, gap_bytes = 0;
+  int64_t left = 0;    // lines
   int64_t a_time = 0;  // of them are fetched
+  Into into = Into::all;
 
-  void stop() { left = a_time = 0; }
+  Ahead() = default;
+  Ahead(const void* rows, int64_t step_bytes, int64_t bytes, int64_t count) : at(static_cast<const char*>(rows)) {
+    const bool whole = step_bytes == bytes;
+    row_bytes = whole ? count * bytes : bytes, gap_bytes = whole ? 0 : step_bytes - (bytes + 63) / 64 * 64;
+    row_end = at + row_bytes, left = (whole ? 1 : count) * ((row_bytes + 63) / 64);
+    into = fetches_far() ? Into::outer : Into::all;
+  }
   // Distributes what is left over so many times.
   void over(int64_t times) { a_time = (left + times - 1) / times; }
   [[gnu::always_inline]] void fetch() { fetch(a_time); }
   [[gnu::always_inline]] void fetch(int64_t lines) {
-    for (const char* end = at + 64 * lines; at != end; at += 64) __builtin_prefetch(at);
-    left -= lines;
+    if (left <= 0) return;
+    for (left -= lines; lines > 0; --lines) {
+      prefetch(at, into);
+      at += 64;
+      if (at >= row_end) at += gap_bytes, row_end = at + row_bytes;
+    }
   }
 };
-template <class S>
-using Ahead = std::conditional_t<std::is_same_v<S, quad8>, LinesAhead, RowsAhead>;
 
 // Lane i of the result is the sum of the lanes of x[i]. Inlined, or the sums would be kept in memory.
 [[gnu::always_inline]] inline Vec sum_each(const Vec (&x)[Vec::width]) {
 #if defined(__AVX512F__)
-  const auto sum = [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); };
-  __m512 quads[4];  // quads[j]: quarter i holds four partial sums of x[4 i + j]
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512 a = x[j].v, b = x[4 + j].v, c = x[8 + j].v, d = x[12 + j].v;
-    const __m512 ab = sum(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-    const __m512 cd = sum(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-    quads[j] = sum(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  // In its low half the sum of a's halves, in its high one of b's; of pairs, so in each quarter.
+  const auto halves = [](Vec a, Vec b) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a.v, b.v), _mm512_shuffle_f32x4(a.v, b.v, 0x4E));
+  };
+  const auto pairs = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xCCCC, a, b), _mm512_shuffle_ps(a, b, 0x4E));
+  };
+  __m512 quads[2];  // quarters 0 and 1 hold partial sums of x[8 j] to x[8 j + 3], the others of the next four
+#pragma GCC unroll 2
+  for (int j = 0; j < 2; ++j) {
+    const Vec* of = x + 8 * j;
+    const __m512 low = pairs(halves(of[0], of[4]), halves(of[1], of[5])),
+        high = pairs(halves(of[2], of[6]), halves(of[3], of[7]));
+    quads[j] = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
   }
-  const __m512 low = sum(_mm512_unpacklo_ps(quads[0], quads[1]), _mm512_unpackhi_ps(quads[0], quads[1]));
-  const __m512 high = sum(_mm512_unpacklo_ps(quads[2], quads[3]), _mm512_unpackhi_ps(quads[2], quads[3]));
-  return sum(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xEE));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xDD));
 #elif defined(__AVX2__)
   const auto sum = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
   __m256 quads[2];  // quads[j]: both halves hold partial sums of x[4 j] to x[4 j + 3]
@@ -133,16 +119,17 @@ void store_by_rows(Vec x, float* to, int64_t step) {
   for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * step, lanes + r * COUNT, COUNT * sizeof(float));
 }
 
-// scores[r * kScoreStep + i] = q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
+// scores[r * kScoreStep + i] = scale times q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
 template <class S, int ROWS>
 void score_keys(const S* k, int64_t k_step, int count, int64_t width, const typename Products<S>::Query* q,
-                int64_t q_step, float* scores, const RowsAhead& ahead) {
+                int64_t q_step, float scale, float* scores, Ahead& ahead) {
   using P = Products<S>;
   constexpr int KEYS = Vec::width / ROWS;
+  Ahead lines = ahead;  // in registers
   for (int i = 0; i < count; i += KEYS) {
     const S* key[KEYS];
     for (int j = 0; j < KEYS; ++j) key[j] = k + (i + j < count ? i + j : count - 1) * k_step;
-    ahead.fetch(i, KEYS);
+    lines.fetch();
     Vec sums[Vec::width];
     const auto add_step = [&](int64_t c, int n) __attribute__((always_inline)) {
       typename P::Reg keys[KEYS];
@@ -158,8 +145,9 @@ void score_keys(const S* k, int64_t k_step, int count, int64_t width, const type
     int64_t c = 0;
     for (; c + P::step <= width; c += P::step) add_step(c, P::step);
     if (c < width) add_step(c, int(width - c));
-    store_by_rows<ROWS>(sum_each(sums), scores + i, kScoreStep);
+    store_by_rows<ROWS>(sum_each(sums) * Vec(scale), scores + i, kScoreStep);
   }
+  ahead = lines;
 }
 
 // One block of values, with its weights [rows, count] and the sums [rows, width] that it is added to.
@@ -174,7 +162,7 @@ struct ValueBlock {
   int64_t sum_step;
   const float* keep;  // factor of the sums so far, for each row
   const float* unit;  // value of 1 in the weights of each row, if these are integers (attention_quads.h)
-  Ahead<S> ahead;
+  Ahead* ahead;
 };
 
 template <class S>
@@ -186,11 +174,12 @@ void add_block(const ValueBlock<S>& b, int r, int64_t c, Vec sum) {
 // Adds columns [c, c + COLUMNS * Vec::width), or only n < Vec::width of them if COLUMNS is 1.
 template <class S, int ROWS, int COLUMNS>
 void add_columns(const ValueBlock<S>& b, int64_t c, int n) {
+  Ahead lines = *b.ahead;  // in registers
   Vec sums[ROWS][COLUMNS];  // of this block only: one running sum over thousands of keys would lose digits
   const int last = COLUMNS == 1 ? n : Vec::width;
   for (int i = 0; i < b.count; ++i) {
     const S* v = b.v + i * b.v_step + c;
-    if (c == 0) fetch_rest(v, COLUMNS * Vec::width, b.width), b.ahead.fetch(i, 1);
+    lines.fetch();
     Vec values[COLUMNS];
 #pragma GCC unroll 4
     for (int j = 0; j < COLUMNS; ++j) values[j] = load(v + j * Vec::width, last);
@@ -205,6 +194,7 @@ void add_columns(const ValueBlock<S>& b, int64_t c, int n) {
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < COLUMNS; ++j) add_block(b, r, c + j * Vec::width, sums[r][j]);
+  *b.ahead = lines;
 }
 
 // Converts a row of weights for the product with values of type S; returns its sum. Here they stay floats.
@@ -247,34 +237,37 @@ template <int ROWS, int GROUPS>
 void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
   constexpr int SUMS = 2 * GROUPS;
   const __mmask32 mask = GROUPS == 1 ? first_of_32(n) : __mmask32(~0u);
+  Ahead lines = *b.ahead;  // in registers
+  const int count = b.count;
+  const int64_t step = b.v_step;
+  const bf16* v = b.v + c;
+  const auto* weights = reinterpret_cast<const bf16*>(b.weights);
   Vec sums[ROWS][SUMS];
-  for (int i = 0; i < b.count; i += 2) {
-    const bf16* v = b.v + i * b.v_step + c;
-    if (c == 0) {
-      fetch_rest(v, 32 * GROUPS, b.width), fetch_rest(v + b.v_step, 32 * GROUPS, b.width);
-      b.ahead.fetch(i, 2);
-    }
-    const __mmask32 second = i + 1 < b.count ? mask : 0;  // do not load beyond the end: 0 times garbage may be NaN
+  for (int i = 0; i < count; i += 2, v += 2 * step) {
+    lines.fetch();
+    const __mmask32 second = i + 1 < count ? mask : 0;  // do not load beyond the end: 0 times garbage may be NaN
     __m512i values[SUMS];
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) {
       const __m512i even = _mm512_maskz_loadu_epi16(mask, v + 32 * g);
-      const __m512i odd = _mm512_maskz_loadu_epi16(second, v + b.v_step + 32 * g);
+      const __m512i odd = _mm512_maskz_loadu_epi16(second, v + step + 32 * g);
       values[2 * g] = _mm512_unpacklo_epi16(even, odd), values[2 * g + 1] = _mm512_unpackhi_epi16(even, odd);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       int pair;
-      std::memcpy(&pair, reinterpret_cast<const bf16*>(b.weights + r * kScoreStep) + i, 4);
+      std::memcpy(&pair, weights + 2 * r * kScoreStep + i, 4);
       const __m512i weight = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
       for (int j = 0; j < SUMS; ++j) sums[r][j] = multiply_pairs(values[j], weight, sums[r][j]);
     }
   }
+  *b.ahead = lines;
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; ++r)
+  for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 4
     for (int j = 0; j < SUMS; ++j) add_block(b, r, c + j * 16, sums[r][j]);
+  }
 }
 
 template <int ROWS>
@@ -311,6 +304,15 @@ void add_values(const ValueBlock<S>& b) {
   if constexpr (kInPairs<S>) return add_pairs<ROWS>(b);
 #endif
   if constexpr (!kInPairs<S>) add_one_by_one<S, ROWS>(b);
+}
+
+// How often adding a block's values fetches lines.
+template <class S, int ROWS>
+int64_t value_steps(int64_t width, int count) {
+  if (std::is_same_v<S, quad8>) return (width + 63) / 64 * ((ROWS + 1) / 2) * ((count + 3) / 4);
+  if (kInPairs<S>) return (width / 64 + (width % 64 + 31) / 32) * ((count + 1) / 2);
+  constexpr int columns = (Vec::width == 16 ? 4 : 2) * Vec::width;
+  return (width / columns + (width % columns + Vec::width - 1) / Vec::width) * count;
 }
 
 // The sums of one row in column order, copied to `room` if they are stored in another order.

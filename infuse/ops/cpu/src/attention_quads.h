@@ -2,7 +2,7 @@
 // of two digits, 256 * high + low, each row with the value of 1: more exact than bf16.
 #pragma once
 
-#include "attention_products.h"
+#include "attention_weights.h"
 #include "fixed_point.h"
 
 namespace infuse {
@@ -23,11 +23,6 @@ struct QuadQueries {
   const int8_t* digits;
   const float* unit;      // value of 1
   const int32_t* start;  // of the sums
-};
-
-// What the weights of some rows are relative to, and what they add up to, row by row.
-struct RowSums {
-  float *largest, *total, *keep, *unit;
 };
 
 #if defined(__AVX512VNNI__)
@@ -102,8 +97,8 @@ void arrange_query(const T* q, int64_t width, int8_t* to, int64_t step, float& u
 // once for two products.
 template <int ROWS, bool WHOLE>
 void score_quads(const quad8* k, int64_t step, int count, int64_t width, const QuadQueries& q, const float* key_scales,
-                 float* scores, LinesAhead ahead) {
-  ahead.over(kKeyBlock / 8);
+                 float* scores, Ahead& lines) {
+  Ahead ahead = lines;  // in registers
   const char* const rows = reinterpret_cast<const char*>(k);
   const int64_t last = (width - 1) / kQuadColumns * kQuadColumns;
   const __mmask64 in_last = columns_there(width, last);
@@ -152,6 +147,7 @@ void score_quads(const quad8* k, int64_t step, int count, int64_t width, const Q
       store(scores + r * kScoreStep + i, whole_sum * (scales * Vec(q.unit[r])), Vec::width);
     }
   }
+  lines = ahead;
 }
 
 // The scales of `count` rows, then zeros. By registers: loads of sixteen that were just stored one by one would wait.
@@ -180,16 +176,6 @@ inline float poison_of(const BlockScales<quad8>& scales) {
   return poison.sum();
 }
 
-// The sums or largest lanes of each of ROWS registers, in order.
-template <int ROWS, class F>
-[[gnu::always_inline]] inline __m128 lanes_of_rows(const Vec (&x)[ROWS], const F& combine) {
-  const auto bits = [&](int r) { return _mm512_castps_si512(x[r < ROWS ? r : ROWS - 1].v); };
-  const __m512i four[] = {bits(0), bits(1), bits(2), bits(3)};
-  return _mm_castsi128_ps(lanes_of_four(four, [&](__m512i a, __m512i b) {
-    return _mm512_castps_si512(combine(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
-  }));
-}
-
 // Replaces the scores of ROWS rows, scaled and adjusted, by the digits of their weights times the values' scales:
 // kKeyBlock bytes of high ones, then of low ones. Updates each row's largest score and sum of weights; `keep` is the
 // factor for its earlier sums, `unit` the value of 1. All rows at once, since the additions across lanes take longest.
@@ -197,34 +183,14 @@ template <int ROWS>
 inline void weigh_quads(float* scores, const BlockScales<quad8>& scales, const RowSums& of) {
   constexpr int VECS = kKeyBlock / 16;
   constexpr __mmask8 there = (1 << ROWS) - 1;
-  const auto largest_of = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
-  Vec tops[ROWS], totals[ROWS], most[ROWS], weights[ROWS][VECS];
-#pragma GCC unroll 4
-  for (int r = 0; r < ROWS; ++r) {
-    const float* row = scores + r * kScoreStep;
-    tops[r] = max(max(load(row, 16), load(row + 16, 16)), max(load(row + 32, 16), load(row + 48, 16)));
-  }
-  const __m128 lowest = _mm_set1_ps(-kInfinity), before = _mm_maskz_loadu_ps(there, of.largest);
-  const __m128 now = _mm_max_ps(lanes_of_rows<ROWS>(tops, largest_of), before);
-  // -infinity minus -infinity is NaN
-  const __mmask8 any = _mm_cmp_ps_mask(now, lowest, _CMP_NEQ_UQ);
-  const __m128 fallen = _mm_maskz_sub_ps(any, before, now);
-  const __m128 keep = _mm512_castps512_ps128(exp(Vec(_mm512_castps128_ps512(fallen))).v);
-  alignas(16) float bases[4], inverses[4];
-  _mm_store_ps(bases, _mm_maskz_mov_ps(any, now));
-#pragma GCC unroll 4
-  for (int r = 0; r < ROWS; ++r) {
-    const Vec base(bases[r]);
-#pragma GCC unroll 4
-    for (int i = 0; i < VECS; ++i) {
-      const Vec exponent = (load(scores + r * kScoreStep + 16 * i, 16) - base) * Vec(1.442695041f);
-      const Vec weight = coarse_exp2(larger(Vec(-160.0f), exponent));
-      totals[r] = totals[r] + weight;
-      weights[r][i] = weight * load(scales.values + 16 * i, 16);
-      most[r] = max(weights[r][i], most[r]);
-    }
-  }
-  const __m128 largest = lanes_of_rows<ROWS>(most, largest_of), steps = _mm_set1_ps(kMostWeight);
+  alignas(16) float inverses[4];
+  Vec most[ROWS], weights[ROWS][VECS];
+  weigh_together<ROWS>(scores, of, [&](int r, int i, Vec weight) __attribute__((always_inline)) {
+    weights[r][i] = weight * load(scales.values + 16 * i, 16);
+    most[r] = max(weights[r][i], most[r]);
+    return weight;
+  });
+  const __m128 largest = largest_of_rows<ROWS>(most), steps = _mm_set1_ps(kMostWeight);
   const __mmask8 divides = _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-33f), _CMP_GT_OQ);  // beyond, it may be infinite
   _mm_store_ps(inverses, _mm_maskz_div_ps(divides, steps, largest));
 #pragma GCC unroll 4
@@ -243,10 +209,6 @@ inline void weigh_quads(float* scores, const BlockScales<quad8>& scales, const R
     _mm512_storeu_si512(row, _mm512_permutexvar_epi32(turned, highs));
     _mm512_storeu_si512(row + kKeyBlock / 4, _mm512_permutexvar_epi32(turned, lows));
   }
-  const __m128 sums = lanes_of_rows<ROWS>(totals, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
-  const __m128 total = _mm_fmadd_ps(_mm_maskz_loadu_ps(there, of.total), keep, sums);
-  _mm_mask_storeu_ps(of.largest, there, now), _mm_mask_storeu_ps(of.total, there, total);
-  _mm_mask_storeu_ps(of.keep, there, keep);
   _mm_mask_storeu_ps(of.unit, there, _mm_add_ps(_mm_div_ps(largest, steps), _mm_set1_ps(scales.poison)));
 }
 
@@ -254,14 +216,14 @@ inline void weigh_quads(float* scores, const BlockScales<quad8>& scales, const R
 // columns 16 l + 4 j to 16 l + 4 j + 3; `finished` reorders them.
 template <int ROWS, bool WHOLE>
 [[gnu::always_inline]] inline void add_quad_columns(const ValueBlock<quad8>& b, int first_row, int64_t c,
-                                                    LinesAhead& ahead) {
+                                                    Ahead& ahead) {
   const __mmask64 there = columns_there(b.width, c);
   const auto* rows = reinterpret_cast<const char*>(b.v) + c;
   const int64_t row_bytes = kScoreStep * int64_t(sizeof(float));
   const auto* digits = reinterpret_cast<const char*>(b.weights) + first_row * row_bytes;
   const int64_t step = b.v_step;
   const int count = b.count;
-  LinesAhead lines = ahead;  // in registers
+  Ahead lines = ahead;  // in registers
   __m512i high[ROWS][4], low[ROWS][4];
   for (int r = 0; r < ROWS; ++r) {
     for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
@@ -300,13 +262,13 @@ template <int ROWS, bool WHOLE>
 }
 
 // Two rows at a time: the sums take sixteen registers, and a weight is loaded once for four products.
+template <int ROWS>
+constexpr int kQuadRows = ROWS < 2 ? ROWS : 2;
 template <int ROWS, bool WHOLE>
 void add_quads(const ValueBlock<quad8>& b) {
-  constexpr int AT_ONCE = ROWS < 2 ? ROWS : 2;
-  LinesAhead ahead = b.ahead;
-  ahead.over((b.width + kQuadColumns - 1) / kQuadColumns * (ROWS / AT_ONCE) * kKeyBlock / 4);
+  constexpr int AT_ONCE = kQuadRows<ROWS>;
   for (int r = 0; r < ROWS; r += AT_ONCE) {
-    for (int64_t c = 0; c < b.width; c += kQuadColumns) add_quad_columns<AT_ONCE, WHOLE>(b, r, c, ahead);
+    for (int64_t c = 0; c < b.width; c += kQuadColumns) add_quad_columns<AT_ONCE, WHOLE>(b, r, c, *b.ahead);
   }
 }
 

@@ -31,8 +31,9 @@ void absorb_rows(const LatentArgs& a, int64_t head, int64_t first) {
       }
     }
     const int64_t left = a.plain - n - count, ahead = left < kKeyBlock ? left : kKeyBlock, row_bytes = a.rank * int64_t(sizeof(T));
-    const RowsAhead next = {reinterpret_cast<const char*>(keys + (n + count) * a.rank), row_bytes, row_bytes, int(ahead)};
-    add_values<T, ROWS>({keys + n * a.rank, a.rank, count, a.rank, weights, sums, step, ones, ones, next});
+    Ahead next(keys + (n + count) * a.rank, row_bytes, row_bytes, ahead);
+    next.over(value_steps<T, ROWS>(a.rank, count));
+    add_values<T, ROWS>({keys + n * a.rank, a.rank, count, a.rank, weights, sums, step, ones, ones, &next});
   }
   const int64_t width = a.rank + a.turned_width;
   for (int64_t row = first; row < first + ROWS && row < rows; ++row) {
@@ -69,7 +70,8 @@ void expand_head(const LatentArgs& a, int64_t head) {
     T* to = static_cast<T*>(a.out) + (row * a.heads + head) * a.value;
     for (int64_t v = 0; v < a.value; v += kKeyBlock) {
       const int count = int(a.value - v < kKeyBlock ? a.value - v : kKeyBlock);
-      score_keys<T, 1>(values + v * a.rank, a.rank, count, a.rank, sums, 0, made, RowsAhead{});
+      Ahead none;
+      score_keys<T, 1>(values + v * a.rank, a.rank, count, a.rank, sums, 0, 1.0f, made, none);
       for (int i = 0; i < count; i += Vec::width) {
         const int lanes = count - i < Vec::width ? count - i : Vec::width;
         store(to + v + i, load(made + i, lanes), lanes);
