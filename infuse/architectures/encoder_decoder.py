@@ -7,10 +7,10 @@ EncoderDecoderCache. Their encoders need no spec: their graphs tell all.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from infuse.architectures.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.attention import Attention, AttentionShape, Packed, Rotary, Separate
 from infuse.architectures.bind import Binder, FoundLinear
 from infuse.architectures.layer import READING, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
@@ -27,6 +27,7 @@ from infuse.architectures.program import (
     NORM_BRANCH,
     NORM_STREAM,
     PRE,
+    SANDWICH,
     Program,
     Step,
     program_of,
@@ -36,6 +37,7 @@ from infuse.architectures.router import Top2Router
 from infuse.parallel.slices import Span
 
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
+MERGED_MASK = "merged_attention_mask"  # over tokens, then states
 CROSS, CROSS_NORM = "encoder_attn", "cross_norm"  # names of the parts
 
 
@@ -182,6 +184,27 @@ class CrossAttentionShape(MixerShape):
             first_head=share.own[HEADS][0],
             head_counts=share.counts(HEADS),
         )
+
+
+@dataclass(frozen=True)
+class MergedAttentionShape(AttentionShape):
+    """Attention to tokens and to STATES in one softmax with the mask MERGED_MASK: one set of matrices for both."""
+
+    mask_argument: str = MERGED_MASK
+
+    reads_states: ClassVar[bool] = True
+    merges: ClassVar[str] = STATES
+
+
+@dataclass(frozen=True)
+class MergedAttention(Attention):
+    """Attention to tokens and states at once. Positions, if any, turn the tokens alone."""
+
+    def bind(self, binder: Binder, name: str) -> MergedAttentionShape:
+        shape = super().bind(binder, name)
+        if shape.norm_after or shape.clip or shape.gate or shape.sinks or shape.window or shape.softcap:
+            binder.differ(f"attention to tokens and states is understood without what {self.module} has besides")
+        return MergedAttentionShape(**{field.name: getattr(shape, field.name) for field in fields(shape)})
 
 
 _ADD, _MLP_STEP = Step(ADD), Step(MLP_STEP, "mlp")
@@ -344,6 +367,23 @@ T5GEMMA = LayerSpec(
     program=around_norms(_SELF, "cross_attn"),
     values=(STATES, STATES_MASK),
 )  # fmt: skip
+T5GEMMA2 = T5GEMMA.but(
+    layer=_M + "t5gemma2.modeling_t5gemma2.T5Gemma2DecoderLayer",
+    attn=MergedAttention(
+        module=_SELF,
+        qkv=_projections(_SELF),
+        out=f"{_SELF}.o_proj",
+        position=Rotary(),
+        kv_heads="num_key_value_heads",
+        scale="scaling",
+        q_norm=_gemma(f"{_SELF}.q_norm"),
+        k_norm=_gemma(f"{_SELF}.k_norm"),
+    ),
+    residual=SANDWICH,
+    more=(),
+    program=(),
+    values=(STATES, MERGED_MASK),
+)
 _INNER, _OUTER = "attention.self.", "crossattention.self."
 # Layers of BERT that read states: without them they are encoders, which are read from their graphs.
 BERT = LayerSpec(
@@ -430,6 +470,7 @@ SPECS = (
     CANARY,
     MOONSHINE,
     T5GEMMA,
+    T5GEMMA2,
     BLIP,
     GPT2,
     *(BERT.but(layer=_M + layer) for layer in _LIKE_BERT),

@@ -200,7 +200,8 @@ class LayerShape(ProgramShape):
     def states(self) -> tuple[tuple[str, int], ...]:
         """Arguments that attention goes over, states of an encoder, and their widths, 0 for that of the layer."""
         over = [(step.over, self.mixers[step.part]) for step in self.program if step.over and step.part in self.mixers]
-        return tuple((name, getattr(mixer, "states_width", 0)) for name, mixer in over)
+        merged = [(mixer.merges, mixer) for mixer in self.mixers.values() if mixer.merges]
+        return tuple((name, getattr(mixer, "states_width", 0)) for name, mixer in (*over, *merged))
 
     @property
     def pairs(self) -> bool:

@@ -196,7 +196,8 @@ class MixerShape(PartShape):
     tokens, and the mixer checks them itself. `continues`: a prompt in parts gives what it does as a whole. `beside`:
     the cache holds its states beside keys and values of the same layer. `mask_argument`: the layer's argument that
     carries its mask, "" for `attention_mask`. `reads_states`: it attends to an encoder's states; a layer that is given
-    none leaves its branch out.
+    none leaves its branch out. `merges`: the layer's argument with states that it attends to together with the tokens,
+    "" for none.
     """
 
     replaces: tuple[str, ...]
@@ -205,6 +206,7 @@ class MixerShape(PartShape):
     takes_scores_mask: ClassVar[bool] = True
     continues: ClassVar[bool] = True
     reads_states: ClassVar[bool] = False
+    merges: ClassVar[str] = ""
     beside: bool = False
     mask_argument: str = ""
 

@@ -14,6 +14,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from infuse import interrupts, logs
 from infuse.errors import RankError
 from infuse.graphs.capture import Backend, Captured, backend_for, without_autocast_cache
+from infuse.graphs.masked import MaskedAssignments
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 _EAGER_CALLS = 2
@@ -169,11 +171,12 @@ class GraphRunner:
             own_args, own_kwargs = rebuilt((args, kwargs), iter(entry.inputs))
             self._fill(entry, tensors)
             versions = [tensor._version for tensor in entry.inputs]
+            run = partial(_run, self.function, own_args, own_kwargs)
             try:
-                self.backend.warm(lambda: self.function(*own_args, **own_kwargs))
+                self.backend.warm(run)
                 if versions != [tensor._version for tensor in entry.inputs]:
                     raise RuntimeError("it changes its arguments in place")
-                entry.captured, entry.result = self._captured_run(lambda: self.function(*own_args, **own_kwargs))
+                entry.captured, entry.result = self._captured_run(run)
                 signature(entry.result, entry.outputs)
             except (RankError, torch.OutOfMemoryError):
                 raise
@@ -269,6 +272,11 @@ def where(error: BaseException) -> str:
         return text
     last = frames[-1]
     return f"{text} (at {last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: {last.line})"
+
+
+def _run(function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    with MaskedAssignments():
+        return function(*args, **kwargs)
 
 
 def _key_of(args: tuple, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Hashable | None:

@@ -77,7 +77,7 @@ class Block(InferenceModule):
         self._program = merged(program)
         self._steps = compiled(self._program, self.reduce)
         self._steps_of_few: tuple[Run, ...] | None = None
-        readers = [name for name, mixer in shape.mixers.items() if mixer.reads_states]
+        readers = [name for name, mixer in shape.mixers.items() if mixer.reads_states and not mixer.merges]
         self._states = next((step.over for step in program if step.part in readers), "")
         self._steps_without_states: tuple[Run, ...] = ()
         for name in readers:

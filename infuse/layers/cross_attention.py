@@ -7,6 +7,7 @@ Suffixes: B batch, R rows of states, T new tokens, L states, H heads, D head wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,44 +109,7 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
     def _keys_and_values(
         self, inputs: Inputs, states_BLC: Tensor, batch: int, *, stored: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Those in the second half of the call's cache, which the first call of an answer fills: [R, H, L, D], with
-        `stored` in the cache's format.
-        """
-        pair: Any = inputs.pair
-        if pair is None:
-            self._check_states(states_BLC, batch)
-            if inputs.cache is not None and not isinstance(inputs.cache, KVCache):
-                raise UnsupportedCall(
-                    f"{STATES} were given with a {type(inputs.cache).__name__}, which has no place for their keys; "
-                    "give an EncoderDecoderCache of transformers, or leave the cache out"
-                )
-            k, v = self.made_once(inputs, states_BLC, self._made)
-            return k, v
-        cache = pair.cross_attention_cache
-        ours = isinstance(cache, StatesCache)
-        if pair.is_updated.get(self.index):
-            layer = cache.layers[self.index]
-            rows = layer.rows if ours else len(layer.keys)
-            if rows != batch:  # a batch of one would be broadcast silently
-                raise InfuseError(f"the cache holds states of {rows} rows, a batch of {batch} was given")
-            return _held(layer, stored) if ours else (layer.keys, layer.values)
-        self._check_states(states_BLC, batch)
-        if ours:
-            repeats = cache.repeats_of(states_BLC)
-            layer = cache.slot(self.index)
-            layer.fill(*self._made(states_BLC[::repeats]), repeats)
-            k, v = _held(layer, stored)
-        else:
-            k, v = cache.update(*self._made(states_BLC), self.index)
-        pair.is_updated[self.index] = True
-        return k, v
-
-    def _check_states(self, states_BLC: Tensor, batch: int) -> None:
-        if states_BLC.dim() != 3 or len(states_BLC) != batch:
-            raise UnsupportedCall(
-                f"{STATES} have shape {list(states_BLC.shape)}, and the batch has {batch} rows; give one row of states "
-                "for each"
-            )
+        return of_an_answer(self, inputs, states_BLC, batch, self._made, stored=stored)
 
     def _mask(self, inputs: Inputs, length: int) -> Tensor | None:
         """The states that may be attended to, [B or 1, 1 or heads, T or 1, L]."""
@@ -161,6 +125,58 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
         if shape.head_counts and mask.shape[1] == shape.all_heads:
             return mask[:, shape.first_head : shape.first_head + shape.heads]
         return mask
+
+
+def of_an_answer(
+    mixer: Mixer,
+    inputs: Inputs,
+    states_BLC: Tensor,
+    batch: int,
+    make: Callable[[Tensor], tuple[Tensor, Tensor]],
+    *,
+    stored: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [R, H, L, D] of the states, as `make` makes them, computed once for an answer.
+
+    They are those in the second half of the call's cache, which the first call of an answer fills; with `stored` in the
+    cache's format.
+    """
+    pair: Any = inputs.pair
+    if pair is None:
+        _check_states(states_BLC, batch)
+        if inputs.cache is not None and not isinstance(inputs.cache, KVCache):
+            raise UnsupportedCall(
+                f"{STATES} were given with a {type(inputs.cache).__name__}, which has no place for their keys; "
+                "give an EncoderDecoderCache of transformers, or leave the cache out"
+            )
+        k, v = mixer.made_once(inputs, states_BLC, make)
+        return k, v
+    cache = pair.cross_attention_cache
+    ours = isinstance(cache, StatesCache)
+    if pair.is_updated.get(mixer.index):
+        layer = cache.layers[mixer.index]
+        rows = layer.rows if ours else len(layer.keys)
+        if rows != batch:  # a batch of one would be broadcast silently
+            raise InfuseError(f"the cache holds states of {rows} rows, a batch of {batch} was given")
+        return _held(layer, stored) if ours else (layer.keys, layer.values)
+    _check_states(states_BLC, batch)
+    if ours:
+        repeats = cache.repeats_of(states_BLC)
+        layer = cache.slot(mixer.index)
+        layer.fill(*make(states_BLC[::repeats]), repeats)
+        k, v = _held(layer, stored)
+    else:
+        k, v = cache.update(*make(states_BLC), mixer.index)
+    pair.is_updated[mixer.index] = True
+    return k, v
+
+
+def _check_states(states_BLC: Tensor, batch: int) -> None:
+    if states_BLC.dim() != 3 or len(states_BLC) != batch:
+        raise UnsupportedCall(
+            f"{STATES} have shape {list(states_BLC.shape)}, and the batch has {batch} rows; give one row of states "
+            "for each"
+        )
 
 
 def _held(slot: StatesSlot, stored: bool) -> tuple[Tensor, Tensor]:

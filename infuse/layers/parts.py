@@ -14,7 +14,7 @@ from infuse.architectures.attention import AttentionShape
 from infuse.architectures.channel_delta import ChannelDeltaShape
 from infuse.architectures.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.dit import HeadsShape
-from infuse.architectures.encoder_decoder import CrossAttentionShape
+from infuse.architectures.encoder_decoder import CrossAttentionShape, MergedAttentionShape
 from infuse.architectures.feed_forward import FeedForwardShape
 from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
@@ -51,6 +51,7 @@ from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.gemma4 import LayerScalar, PerLayerInput
 from infuse.layers.latent_attention import LatentAttention
+from infuse.layers.merged_attention import MergedAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
@@ -62,6 +63,7 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = Map
     {
         AttentionShape: Attention,
         CrossAttentionShape: CrossAttention,
+        MergedAttentionShape: MergedAttention,
         LatentAttentionShape: LatentAttention,
         LinearAttentionShape: LinearAttention,
         ChannelDeltaShape: ChannelDelta,

@@ -141,7 +141,7 @@ def _norm_of_wide(name: str, s: Stream, parts: Parts) -> None:
 
 def _mix(name: str, s: Stream, parts: Parts) -> None:
     returned = parts[name](s.y, s.inputs)
-    made, weights = returned if isinstance(returned, tuple) else (returned, None)
+    made, weights, *_ = returned if isinstance(returned, tuple) else (returned, None)
     s.weights.append(weights)
     s.branch = made if s.branch is None else s.branch + made
 

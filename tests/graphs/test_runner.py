@@ -70,6 +70,34 @@ def test_what_needs_the_host_cannot_be_captured(reads: Callable) -> None:
         FakeBackend().capture(lambda: reads(torch.ones(3)))
 
 
+def assigned(x: Tensor, value: Any, axes: int = 1) -> Tensor:
+    x = x * 1.0
+    mask = x > 0 if axes == x.dim() else x.flatten(axes).sum(-1) > 0
+    x[mask] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("value", "axes"), [(5.0, 1), (2, 2), (torch.tensor(7.0), 2), (torch.arange(3.0), 1), (torch.ones(1), 1)]
+)
+def test_one_value_may_be_assigned_under_a_mask(value: Any, axes: int) -> None:
+    runner = GraphRunner(assigned, FakeBackend())
+    for seed in range(5):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(runner(x, value, axes), assigned(x, value, axes))
+    assert len(runner.backend.captures) == 1
+
+
+def test_rows_for_the_places_of_a_mask_are_assigned_without_a_graph() -> None:
+    runner = GraphRunner(assigned, backend := FakeBackend())
+    rows = torch.arange(6.0).view(2, 3)
+    x = torch.tensor([[1.0, 1, 1], [-1, -1, -1], [2, 2, 2]])
+    with pytest.warns(UserWarning, match="index_put_ is not permitted"):
+        for _ in range(4):
+            assert torch.equal(runner(x, rows), torch.tensor([[0.0, 1, 2], [-1, -1, -1], [3, 4, 5]]))
+    assert not backend.captures
+
+
 def test_what_is_frozen_in_a_capture_stays_frozen() -> None:
     """Guards the tests below: a number of the host that changes is not seen by a replay."""
     factor = [1.0]

@@ -82,6 +82,15 @@ def _t5gemma(**values: Any) -> Any:
     return t.T5GemmaConfig(encoder=dict(_GEMMA), decoder=dict(_GEMMA, cross_attention_hidden_size=48), vocab_size=96)
 
 
+def _t5gemma2(**values: Any) -> Any:
+    text = dict(_GEMMA, vocab_size=104, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
+    pictures = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    encoder = dict(
+        text_config=text, vision_config=pictures, image_token_index=100, boi_token_index=101, eoi_token_index=102
+    )
+    return t.T5Gemma2Config(encoder=encoder, decoder=text, image_token_index=100, eoi_token_index=102, **values)
+
+
 def _two_berts(**values: Any) -> Any:
     halves = t.BertConfig(**_BERT), t.BertConfig(**_BERT)
     return t.EncoderDecoderConfig.from_encoder_decoder_configs(*halves, decoder_start_token_id=2, pad_token_id=0)
@@ -103,6 +112,7 @@ MORE = [
     Family("seamless", t.SeamlessM4TConfig, t.SeamlessM4TForTextToText, "text", _SEAMLESS),
     Family("seamless-v2", t.SeamlessM4Tv2Config, t.SeamlessM4Tv2ForTextToText, "text", _SEAMLESS),
     Family("t5gemma", _t5gemma, t.T5GemmaForConditionalGeneration, "text"),  # type: ignore[arg-type]
+    Family("t5gemma2", _t5gemma2, t.T5Gemma2ForConditionalGeneration, "text"),  # type: ignore[arg-type]
     Family("two-berts", _two_berts, t.EncoderDecoderModel, "text"),  # type: ignore[arg-type]
     Family("trocr", _trocr, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]
     Family("vit-gpt2", _vit_gpt2, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]

@@ -253,7 +253,8 @@ def _reading_blocks(model: nn.Module) -> nn.Module | None:
 
 
 def _reads(block: Any) -> bool:
-    return isinstance(block, Block) and any(mixer.reads_states for mixer in block.shape.mixers.values())
+    mixers = block.shape.mixers.values() if isinstance(block, Block) else ()
+    return any(mixer.reads_states and not mixer.merges for mixer in mixers)
 
 
 def _turning(call: Call, values: Sequence[Tensor]) -> Turning | None:
