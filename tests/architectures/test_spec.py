@@ -29,9 +29,9 @@ from tests.support.formerly_written import specs_for
 
 # In tests/models/test_encoder_decoders.py, whose models have no entry in a list of families.
 WITH_TESTS_OF_THEIR_OWN = {
-    "BertGenerationLayer", "BlipTextLayer", "CamembertLayer", "CanaryDecoderLayer", "Data2VecTextLayer", "ErnieLayer",
-    "LongT5Block", "MusicgenDecoderLayer", "Pix2StructTextBlock", "Pop2PianoBlock",
-    "RoCBertLayer", "SpeechT5DecoderLayer",
+    "BertGenerationLayer", "BlipTextLayer", "CamembertLayer", "CanaryDecoderLayer", "CohereAsrDecoderLayer",
+    "Data2VecTextLayer", "ErnieLayer", "LongT5Block", "MusicgenDecoderLayer", "MvpDecoderLayer", "PegasusXDecoderLayer",
+    "Pix2StructTextBlock", "Pop2PianoBlock", "RoCBertLayer", "SpeechT5DecoderLayer",
 }  # fmt: skip
 BY_NAME = LISTED | {family.name: family for family in MAMBA}
 PAIRS = {f"{name}, both halves": family for name, family in ENCODER_DECODERS.items()}
