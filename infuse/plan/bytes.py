@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,14 @@ from infuse.weights.lazy import tensor_at
 def parameter_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers; tied ones count once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(map(_held_bytes, tensors.values()))
+
+
+def _held_bytes(tensor: Any) -> int:
+    """Bytes of a tensor; of one that consists of others, as torchao's, of these."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_held_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
 
 
 def token_bytes(steps: Iterable[Step], dtype: torch.dtype, kv_cache: str | None) -> tuple[int, int]:

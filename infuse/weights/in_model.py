@@ -18,7 +18,15 @@ from infuse.architectures.part import named
 from infuse.architectures.quantized_elsewhere import is_quantized, quantized_by
 from infuse.errors import CheckpointError
 from infuse.weights.coded import decoded_as
-from infuse.weights.coded.modules import Memory, UnreadableCodes, coded_by, file_tensors, is_rounded
+from infuse.weights.coded.modules import (
+    BITSANDBYTES,
+    Memory,
+    UnreadableCodes,
+    coded_by,
+    file_metadata,
+    file_tensors,
+    is_rounded,
+)
 from infuse.weights.coded.settings import find_settings
 from infuse.weights.lazy import FileTensor, InMemory, LazyTensor, Transposed
 from infuse.weights.model_tensors import ModelTensors
@@ -100,7 +108,8 @@ def codes_in(model: nn.Module) -> CodesInModel | str | None:
         return "parameters are on meta"
     try:
         raw = {name: one for path, (_, module) in coded.items() for name, one in file_tensors(path, module).items()}
-        file = Memory(raw)
+        told = {name: text for path, (_, one) in coded.items() for name, text in file_metadata(path, one).items()}
+        file = Memory(raw, metadata=told)
         settings = find_settings((), getattr(getattr(model, "config", None), "quantization_config", None))
         found = decoded_as("the model in memory", {name: FileTensor(file, name) for name in raw}, settings)
     except (UnreadableCodes, CheckpointError) as error:
@@ -112,11 +121,11 @@ def codes_in(model: nn.Module) -> CodesInModel | str | None:
         f"{len(coded)} linears of {title} are taken in their codes; proofs compare with the values of these codes in "
         f"plain linears, as {title} itself may round scales, values or activations when it runs"
     ]
-    rounded = sum(is_rounded(module) for library, module in coded.values() if library == "bitsandbytes")
+    rounded = sum(is_rounded(module) for library, module in coded.values() if library == BITSANDBYTES)
     if rounded:
         notes.append(f"bitsandbytes: an earlier forward has rounded the scales of {rounded} matrices to bfloat16")
     beside = [one for name, one in raw.items() if not name.endswith((".weight", ".weight_packed"))]
-    sizes = [torch.Size(one.shape).numel() * one.dtype.itemsize for one in beside if "compressed" not in title]
+    sizes = [torch.Size(one.shape).numel() * one.dtype.itemsize for one in beside if title == BITSANDBYTES]
     return CodesInModel(title, found.tensors, tuple(coded), (*notes, *found.notes), sum(sizes))
 
 

@@ -1,13 +1,14 @@
 """Tensors of modules that hold their weights in codes, under the names and in the layouts of files.
 
-Modules are those of bitsandbytes and of compressed-tensors; they are known by names, and neither is imported.
+Modules are those of bitsandbytes and of compressed-tensors, and linears with weights of torchao's classes; they are
+known by names, and none of these libraries is imported.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from infuse.architectures.plain import patched
 from infuse.weights.coded.form import ceil_div
 from infuse.weights.lazy import InMemory, LazyTensor, Shape, Slices, Stored
 
-BITSANDBYTES, COMPRESSED = "bitsandbytes", "compressed-tensors"
+BITSANDBYTES, COMPRESSED, TORCHAO = "bitsandbytes", "compressed-tensors", "torchao"
 _FOUR, _EIGHT = ("Linear4bit", "LinearNF4", "LinearFP4"), ("Linear8bitLt",)
 _PACKAGE = "compressed_tensors"
 _BAND, _PAIRS = 32, 32  # bitsandbytes packs bands of 32 rows for its kernel, in pieces of 32 bytes of two codes each
@@ -31,10 +32,11 @@ class UnreadableCodes(Exception):
 
 @dataclass(eq=False)
 class Memory:
-    """Tensors in memory as those of a file, on the CPU."""
+    """Tensors in memory as those of a file, on the CPU. `metadata`: as that of a file of safetensors."""
 
     tensors: Mapping[str, LazyTensor]
     path: Path = Path("the model in memory")
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> Mapping[str, Stored]:
@@ -74,8 +76,9 @@ def coded_by(module: nn.Module) -> str | None:
     """The library, of those whose modules are read, that holds this module's weights in codes; None for any other."""
     if type(module).__module__.partition(".")[0] == BITSANDBYTES and type(module).__name__ in (*_FOUR, *_EIGHT):
         return BITSANDBYTES
-    scheme = vars(module).get("quantization_scheme")
-    return COMPRESSED if type(scheme).__module__.partition(".")[0] == _PACKAGE else None
+    if type(vars(module).get("quantization_scheme")).__module__.partition(".")[0] == _PACKAGE:
+        return COMPRESSED
+    return TORCHAO if type(module._parameters.get("weight")).__module__.partition(".")[0] == TORCHAO else None
 
 
 def file_tensors(path: str, module: nn.Module) -> dict[str, LazyTensor]:
@@ -83,13 +86,27 @@ def file_tensors(path: str, module: nn.Module) -> dict[str, LazyTensor]:
 
     For modules with a `coded_by`.
     """
-    if coded_by(module) == COMPRESSED:
+    library = coded_by(module)
+    if library == COMPRESSED:
         leaves = _of_compressed(path, module)
     elif patched(module):
         raise UnreadableCodes(f"{path} has a forward set on the instance")
+    elif library == TORCHAO:
+        leaves = _of_torchao(path, module)
     else:
         leaves = _of_four_bits(path, module) if type(module).__name__ in _FOUR else _of_eight_bits(path, module)
     return {f"{path}.{leaf}": one if isinstance(one, Unpacked) else InMemory(one) for leaf, one in leaves.items()}
+
+
+def file_metadata(path: str, module: nn.Module) -> dict[str, str]:
+    """What the metadata of a file has for the module at `path`: of torchao's weights their class and blocks."""
+    if coded_by(module) != TORCHAO:
+        return {}
+    weight: Any = module.weight
+    told = {name: getattr(weight, name, None) for name in ("block_size", "target_dtype", "activation_quantization")}
+    rounds: dict[str, Any] | None = None if getattr(weight, "act_quant_kwargs", None) is None else {}
+    data = {**told, "target_dtype": str(told["target_dtype"]), "act_quant_kwargs": rounds}
+    return {f"{path}.weight": json.dumps({"_type": type(weight).__name__, "_data": data}, default=str)}
 
 
 def is_rounded(module: nn.Module) -> bool:
@@ -153,6 +170,16 @@ def _of_compressed(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]
             "activations where the config says so: call init_inference before the first forward"
         )
     return dict(tensors)
+
+
+def _of_torchao(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]:
+    """Of a linear whose weight is of a class of torchao: its parts."""
+    weight: Any = module.weight
+    parts = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
+    if type(module) is not nn.Linear or "qdata" not in parts:
+        kind = f"{type(weight).__name__} of torchao in a {type(module).__name__}"
+        raise UnreadableCodes(f"{path} holds a {kind}, which is not read")
+    return {f"_weight_{part}": getattr(weight, part) for part in parts}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""torchao's tensors in safetensors: int8, fp8, and integers of few bits that take a byte each.
+"""torchao's tensors, of files of safetensors or of a live model: int8, fp8, and integers of few bits that take a byte.
 
 The file's metadata has an entry for each tensor `PATH.weight`, JSON with its class, block sizes and parts. Parts are
 called `PATH._weight_qdata`, `PATH._weight_scale` and `PATH._weight_zero_point`.
@@ -21,6 +21,7 @@ from infuse.errors import CheckpointError
 from infuse.quant.integer import pack_int4
 from infuse.weights.coded.buffers import NIBBLES, Rows, mapped, scale_buffer, without_nan
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, is_single
+from infuse.weights.coded.modules import Memory
 from infuse.weights.coded.scaled import group_text, spread
 from infuse.weights.coded.values import Values, of_fp8, of_int4, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor
@@ -29,6 +30,7 @@ from infuse.weights.safetensors_file import SafetensorsFile
 _INT8, _FP8, _INTX = "Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"
 _PLAIN = "torch.Tensor"
 _PARTS = ("qdata", "scale", "zero_point")
+_TOLD = (SafetensorsFile, Memory)  # files with metadata
 
 
 class _Data(BaseModel):
@@ -61,7 +63,7 @@ def torchao(raw: Raw) -> Found:
     for name, tensor in raw.tensors.items():
         path, _, leaf = name.rpartition(".")
         matched = re.fullmatch(rf"_(\w+?)_({'|'.join(_PARTS)})", leaf)
-        if matched and isinstance(tensor.file, SafetensorsFile) and f"{path}.{matched[1]}" in tensor.file.metadata:
+        if matched and isinstance(tensor.file, _TOLD) and f"{path}.{matched[1]}" in tensor.file.metadata:
             paths.setdefault(f"{path}.{matched[1]}", tensor)
         elif matched and matched[2] == "qdata" and raw.form == "torchao":
             found.used.add(name)
@@ -74,7 +76,7 @@ def torchao(raw: Raw) -> Found:
 
 
 def _add(found: Found, raw: Raw, name: str, part: FileTensor) -> None:
-    assert isinstance(part.file, SafetensorsFile)
+    assert isinstance(part.file, _TOLD)
     path, _, leaf = name.rpartition(".")
     members = Members(raw, path, found)
     try:

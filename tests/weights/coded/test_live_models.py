@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import infuse
 from infuse.apply import load
+from infuse.plan.bytes import parameter_bytes
+from infuse.quant.parse import quant_format
 from infuse.weights.in_model import CodesInModel, codes_in
 from tests.models.families import BY_NAME
 from tests.support.checkpoints import on_meta
@@ -259,6 +261,96 @@ def test_a_model_of_compressed_tensors(name: str, tmp_path: Path) -> None:
     engine = infuse.init_inference(model, dtype="fp32", **KEYS)
     assert not engine.plan.steps and "call init_inference before the first forward" in str(engine.plan)
     assert torch.equal(logits(engine), wanted)
+
+
+TORCHAO = {
+    "Int8Tensor": ("int8:row:f32", torch.int8, ROOM["hidden_size"], None),
+    "Float8Tensor": ("fp8:row:f32", torch.float8_e4m3fn, ROOM["hidden_size"], None),
+    "IntxUnpackedToInt8Tensor": ("int4:32:asymmetric", torch.int8, 32, torch.int4),
+}
+
+
+def weight_of_torchao(kind: str, weight: Tensor) -> tuple[Any, Tensor]:
+    """A tensor of the class that has the parts of torchao's, and the values of its codes."""
+    _, dtype, group, few = TORCHAO.get(kind, TORCHAO["Int8Tensor"])
+    group = group if few else weight.shape[1]
+    groups = weight.unflatten(1, (-1, group))
+    most = 7 if few else 100
+    scale = groups.abs().amax(-1) / most
+    scale = scale.bfloat16() if few else scale.float()
+    codes = (groups / scale.float()[..., None]).round().clamp(-8 if few else -128, most)
+    parts = {"qdata": codes.flatten(1).to(dtype), "scale": scale}
+    zero = torch.zeros_like(scale)
+    if few:
+        zero = torch.arange(scale.numel()).view_as(scale) % 3 - 1
+        parts["zero_point"] = zero.to(torch.int8)
+    made: Any = nn.Parameter(weight.as_subclass(stand_in(
+        f"torchao.quantization.{kind}", Tensor, __tensor_flatten__=lambda self: ([*parts], None)
+    )), requires_grad=False)  # fmt: skip
+    for name, value in {**parts, "block_size": (1, group), "target_dtype": few, "act_quant_kwargs": None}.items():
+        setattr(made, name, value)
+    values = (parts["qdata"].float().view_as(groups) - zero[..., None]) * scale.float()[..., None]
+    return made, values.flatten(1)
+
+
+def of_torchao(kind: str) -> tuple[Any, Any]:
+    """A model whose linears but the head have such weights, and one with their values."""
+    model, exact = llama().eval(), llama().eval()
+    for path, linear in model.named_modules():
+        if type(linear) is nn.Linear and path != "lm_head":
+            linear.weight, values = weight_of_torchao(kind, linear.weight.detach())
+            exact.get_submodule(path).weight.data.copy_(values)
+    return model, exact
+
+
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_weights_of_torchao(kind: str) -> None:
+    model, exact = of_torchao(kind)
+    codes = [getattr(one, part) for one in model.parameters() if type(one).__name__ == kind
+             for part in one.__tensor_flatten__()[0]]  # fmt: skip
+    plain = [one for name, one in exact.named_parameters() if "proj" in name]
+    engine = infuse.init_inference(model, dtype="fp32", **KEYS)
+    assert far(logits(engine), logits(exact)) < 1e-4
+    assert sum(step.depth == "block" for step in engine.plan.steps) == 3
+    formats = {format for step in engine.plan.steps for format in step.formats.values()}
+    assert formats == {str(quant_format(TORCHAO[kind][0]))}, formats
+    assert "taken as it is" in str(engine.plan) and "21 linears of torchao are taken in their codes" in str(engine.plan)
+    wanted = parameter_bytes(exact) - sum(one.nbytes for one in plain) + sum(one.nbytes for one in codes)
+    assert engine.plan.before_bytes == wanted
+    assert not any(type(one).__name__ == kind for one in engine.module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["Int4Tensor", "AffineQuantizedTensor"])
+def test_other_classes_of_torchao_are_left_alone(kind: str) -> None:
+    model, _ = of_torchao(kind)
+    for one in model.parameters():  # of earlier versions, with their codes in a tensor of another class
+        if type(one).__name__ == "AffineQuantizedTensor":
+            type(one).__tensor_flatten__, one.tensor_impl = (lambda self: (["tensor_impl"], None)), one.qdata
+    engine = infuse.init_inference(model, dtype="fp32", **KEYS)
+    assert not engine.plan.steps and kind in str(engine.plan) and "not read" in str(engine.plan)
+
+
+CONFIGS = [
+    ("Int8WeightOnlyConfig", {}, "int8:row:f32"),
+    ("Int8DynamicActivationInt8WeightConfig", {}, "int8:row:f32:a8"),
+    ("Float8WeightOnlyConfig", {}, "fp8:row:f32"),
+    ("IntxWeightOnlyConfig", {"weight_dtype": torch.int4, "granularity": 32}, "int4:32"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "format"), CONFIGS)
+def test_a_model_of_torchao(name: str, options: dict[str, Any], format: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    options = {key: quantization.PerGroup(each) if key == "granularity" else each for key, each in options.items()}
+    llama().save_pretrained(tmp_path)
+    asked = t.TorchAoConfig(getattr(quantization, name)(**options))
+    model = t.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked, dtype=torch.bfloat16).eval()
+    wanted = logits(model)
+    engine = infuse.init_inference(model, dtype="bf16", **KEYS)
+    assert sum(step.depth == "block" for step in engine.plan.steps) == 3
+    assert {str(quant_format(format))} == {each for step in engine.plan.steps for each in step.formats.values()}
+    assert far(logits(engine), wanted) < (0.06 if ":a8" in format else 0.02)  # activations are rounded otherwise
+    assert engine.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, IDS.shape[1] + 3)
 
 
 def on_rank() -> Tensor:
