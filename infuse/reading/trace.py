@@ -74,6 +74,7 @@ def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True) -> tuple[L
             torch.no_grad(),
             _attention_watched(layer, told),
             _whole_stacks(),
+            _without_entries(),
             _silent(),
             _without_finalizers(),
             contextlib.redirect_stdout(printed),
@@ -187,6 +188,22 @@ def _silent() -> Iterator[None]:
     finally:
         for logger, disabled in zip(loggers, kept, strict=True):
             logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def _without_entries() -> Iterator[None]:
+    """Context in which PyTorch keeps no results of operations on fake tensors.
+
+    Few are found again where sizes are symbols, and keeping one costs more than the operation: of 14 s in which six
+    families were read, 5 s.
+    """
+    from torch._dynamo import config  # imported when used: it takes seconds
+
+    if not hasattr(config, "fake_tensor_cache_enabled"):
+        yield
+        return
+    with config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def _of_layer(tracer: Any, frames: StackSummary) -> StackSummary:
