@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0
+        self.peak_bytes = self.most_bytes = 0  # `most_bytes`: with those seen since the last count, freed or not
         for tensor in (*model.parameters(), *model.buffers()):
             self.see(tensor)
         self.start_bytes = self.count()
@@ -71,12 +71,15 @@ class LiveBytes(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage.nbytes() and not tensor.is_meta:
-            self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+            known = self.alive.get(storage.data_ptr())
+            if known is None or known[0].expired() or known[1] != storage.nbytes():
+                self.most_bytes += storage.nbytes()
+                self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
 
     def count(self) -> int:
         self.alive = {place: kept for place, kept in self.alive.items() if not kept[0].expired()}
         total = sum(size for _, size in self.alive.values())
-        self.peak_bytes = max(self.peak_bytes, total)
+        self.peak_bytes, self.most_bytes = max(self.peak_bytes, total), total
         return total
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -84,7 +87,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
-        self.count()
+        if self.most_bytes > self.peak_bytes:  # to count takes longer than the operation
+            self.count()
         return out
 
 
