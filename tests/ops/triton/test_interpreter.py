@@ -41,9 +41,11 @@ def no_interpreter() -> str:
 
 @pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
 @pytest.mark.slow
-def test_under_the_interpreter() -> None:
+def test_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     paths = [str(HERE / file) for file in ("cases.py", "blocks.py", "steps.py")]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *paths]
+    if request.config.getoption("--variants"):
+        command.append("--variants")
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
