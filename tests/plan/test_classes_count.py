@@ -24,6 +24,8 @@ FAMILIES = [
     "llama", "mistral", "qwen3", "phi3", "gemma2", "granite", "olmo2", "stablelm", "cohere", "nemotron", "gpt2",
     "gpt-neox", "gptj", "bloom", "opt-350m", "falcon-7b", "mpt", "bert", "mixtral", "qwen3-moe", "gpt-oss",
 ]  # fmt: skip
+# Made of the same kinds of modules as llama and qwen3, gpt-neox, bloom and mixtral.
+RELATIVES = ("mistral", "phi3", "granite", "gptj", "falcon-7b", "qwen3-moe")
 LATER = 24  # tokens, beyond those of the proofs
 TOLERANCE, OF_INT8 = 5e-5, 5e-2
 
@@ -75,7 +77,11 @@ def parts_of(layer: nn.Module) -> dict[str, nn.Module]:
 def cases() -> list[Any]:
     parts = {family: parts_of(layers_of(BY_NAME[family].make())[1]) for family in FAMILIES}
     return [
-        pytest.param(family, path, id=f"{family}-{path or 'layer'}") for family in FAMILIES for path in parts[family]
+        pytest.param(
+            family, path, id=f"{family}-{path or 'layer'}", marks=[pytest.mark.variants] if family in RELATIVES else []
+        )
+        for family in FAMILIES
+        for path in parts[family]
     ]
 
 

@@ -93,13 +93,17 @@ def saved(name: str, folder: Path, size: int, ranks: Ranks, keys: dict[str, Any]
     return found[0]
 
 
-# Each layer in half of the ways, with both formats; each way with several layers.
+# Each layer in half of the ways, with both formats; each way with several layers: a third of these with --variants.
 WAYS = [(2, 2, INT8), (2, 2, INT4), (2, 1, INT8), (2, 4, INT4), (4, 2, INT8), (3, 4, INT4)]
 
 
 @pytest.mark.parametrize(
     ("name", "writers", "readers", "keys"),
-    [(name, *WAYS[(layer + turn) % 6]) for layer, name in enumerate(SPLITTING) for turn in (0, 1, 3)],
+    [
+        pytest.param(name, *WAYS[(layer + turn) % 6], marks=[pytest.mark.variants] if turn == 1 else [])
+        for layer, name in enumerate(SPLITTING)
+        for turn in (0, 1, 3)
+    ],
     ids=str,
 )
 def test_quantized_layers_that_ranks_share(
@@ -167,7 +171,7 @@ def test_other_formats(quant: str, writers: int, readers: int, tmp_path: Path, r
         assert "refused" not in plan and shared == (2 if readers > 1 else 0)
 
 
-@pytest.mark.parametrize("readers", [1, 2, 4])
+@pytest.mark.parametrize("readers", [1, 2, pytest.param(4, marks=pytest.mark.variants)])
 def test_in_bfloat16(readers: int, tmp_path: Path, ranks: Ranks) -> None:
     for writers in (1, 2):
         logits, _ = saved("per group", tmp_path / str(writers), writers, ranks, {**INT4, "dtype": "bf16"})

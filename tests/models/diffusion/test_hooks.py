@@ -72,7 +72,7 @@ def places(model: nn.Module, original: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "sdxl.unet" else name for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.variants) if name == "sdxl.unet" else name for name in MODELS]
 )
 def test_on_replaced_modules(name: str) -> None:
     original = model_of(name)
@@ -99,7 +99,8 @@ def test_on_replaced_modules(name: str) -> None:
     [
         *(("pixart.transformer", change) for change in CHANGES),
         *(
-            pytest.param(name, CHANGES[i % 3], marks=pytest.mark.slow)  # each kind of change in two of these models
+            # Each kind of change in one of these models or two; the UNet of SDXL has the blocks of SD 1.5's.
+            pytest.param(name, CHANGES[i % 3], marks=pytest.mark.variants if name == "sdxl.unet" else pytest.mark.slow)
             for i, name in enumerate(name for name in MODELS if name != "pixart.transformer")
         ),
     ],

@@ -125,8 +125,17 @@ def test_shards_are_read_by_another_number_of_ranks(
         assert distance(first, original(name)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (2, 4), (1, 3)])
-@pytest.mark.parametrize("name", ["llama-bias", "cohere-qk", "phi3", "stablelm-parallel", "opt-350m"])
+@pytest.mark.parametrize(
+    ("name", "writers", "readers"),
+    [
+        # On each of four ranks the graphs of these two are read.
+        pytest.param(
+            name, *sizes, marks=[pytest.mark.variants] if sizes[1] == 4 and name in ("cohere-qk", "phi3") else []
+        )
+        for name in ("llama-bias", "cohere-qk", "phi3", "stablelm-parallel", "opt-350m")
+        for sizes in ((2, 1), (2, 4), (1, 3))
+    ],
+)
 def test_norms_tables_and_tied_heads(name: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
     first = saved(name, tmp_path, writers, ranks, quant="int8:4")
     for found, differing in read(name, tmp_path, readers, ranks, quant="int8:4"):
