@@ -20,9 +20,10 @@ from torch import Tensor, nn
 import infuse
 from infuse import native
 from infuse.layers.cache import KVCache
-from tests.models.families import BY_NAME, FAMILIES, Family, inputs
+from tests.models.families import BY_NAME, FAMILIES, RELATIVES, Family, inputs
 from tests.support.forked import Program, start
 from tests.support.ranks import Ranks
+from tests.support.relatives import less
 
 FORMATS = ["int8:16", "int8:16:a8", "int4:16:asymmetric", "fp8:16", "fp6:16"]
 CASES = [
@@ -79,7 +80,7 @@ def by_cloudpickle(value: Any) -> Any:
     return pickle.loads(cloudpickle.dumps(value))
 
 
-@pytest.mark.parametrize(("name", "quant"), CASES)
+@pytest.mark.parametrize(("name", "quant"), less(RELATIVES, CASES))
 def test_an_engine_comes_back(name: str, quant: str | None) -> None:
     engine = replaced(name, quant)
     wanted = answers(engine.module, BY_NAME[name])

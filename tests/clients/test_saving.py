@@ -16,8 +16,9 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
-from tests.models.families import BY_NAME, FAMILIES, Family, inputs
+from tests.models.families import BY_NAME, FAMILIES, RELATIVES, Family, inputs
 from tests.support.ranks import Ranks
+from tests.support.relatives import less
 from tests.support.side_by_side import original
 
 NAMES = [family.name for family in FAMILIES]
@@ -45,7 +46,7 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 2
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> None:
     """Names in their order, shapes and bits; tied tensors share their memory as they did; every tensor is contiguous.
     transformers loads what is saved, and what the original had is loaded.

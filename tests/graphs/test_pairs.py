@@ -16,11 +16,12 @@ import infuse
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.held_count import HeldCount, HeldCounts
 from infuse.layers.states_slot import StatesCache
-from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, encoded, made
+from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, RELATIVES, encoded, made
 from tests.models.families import enlarge
 from tests.models.whisper import FALLBACK, sounds, whisper
 from tests.support.fake_graph import FakeBackend, forbidding
 from tests.support.graphed import graphed
+from tests.support.relatives import less
 from tests.support.same_results import assert_same
 
 EAGER = 2  # calls before the capture
@@ -53,7 +54,10 @@ def pair(name: str, **how: Any) -> tuple[tuple[Any, Any], FakeBackend]:
 READING_MASKS = ("nllb-moe", "nllb-moe-dropping")
 
 
-@pytest.mark.parametrize("name", [family.name for family in ENCODER_DECODERS if family.name not in READING_MASKS])
+NAMES = [family.name for family in ENCODER_DECODERS if family.name not in READING_MASKS]
+
+
+@pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 def test_families(name: str) -> None:
     """One graph of the encoder, one for greedy search and sampling, one for beams."""
     models, backend = pair(name, forward=True)

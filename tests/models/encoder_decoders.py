@@ -118,6 +118,8 @@ MORE = [
     Family("vit-gpt2", _vit_gpt2, t.VisionEncoderDecoderModel, "vision"),  # type: ignore[arg-type]
     Family("moonshine", t.MoonshineConfig, t.MoonshineForConditionalGeneration, "speech", _MOONSHINE),
 ]  # fmt: skip
+# Each has the layers of BART, MBart, T5 or SeamlessM4T, and computes in float32 in every run; more, with --variants.
+RELATIVES = frozenset({"plbart", "marian", "blenderbot-small", "pegasus", "blenderbot", "mt5", "seamless-v2"})
 ENCODER_DECODERS = [*TEXTS, *T5, *MIXTURES, *SPEECH, *MORE]
 BY_NAME = {family.name: family for family in ENCODER_DECODERS}
 

@@ -829,6 +829,14 @@ _EVERY = (
 )
 FAMILIES = [family for family in _EVERY if family.is_there]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
+# Each has the parts, the norms' places and the positions of another, or some of them. It is read, computes in float32
+# and decodes in every run; what does not depend on its names and packing is tested with --variants.
+RELATIVES = frozenset(
+    {
+        "mistral", "phi3", "gemma", "cohere", "phi", "gpt2-inverse", "bigcode-heads", "codegen", "gpt-neox-serial",
+        "roberta", "xlm-roberta", "electra", "distilbert", "clip-text", "clip-vision", "internvl-vision",
+    }
+)  # fmt: skip
 BY_NAME = {family.name: family for family in (*_EVERY, *MAMBA, ZAMBA2) if family.is_there}
 
 

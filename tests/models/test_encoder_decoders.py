@@ -22,11 +22,12 @@ from infuse.errors import InfuseError, UnsupportedCall
 from infuse.generate.pairs.cache import PairCache
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
-from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, TEXTS, both, encoded, made
+from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, RELATIVES, TEXTS, both, encoded, made
 from tests.models.every_architecture import inputs_of, tiny_model
 from tests.models.families import Family, enlarge
 from tests.models.models_page import model_types
 from tests.support.ranks import Ranks
+from tests.support.relatives import less
 
 EXACT = 5e-5
 NAME = cache_argument(t.BartForConditionalGeneration.forward)  # of the argument that carries a cache
@@ -43,7 +44,9 @@ def assert_near(found: Tensor, exact: Tensor, allowed: float = EXACT) -> None:
     assert found.shape == exact.shape and float((found - exact).abs().max()) <= allowed * float(exact.abs().max())
 
 
-by_family = pytest.mark.parametrize("name", [family.name for family in ENCODER_DECODERS])
+NAMES = [family.name for family in ENCODER_DECODERS]
+by_family = pytest.mark.parametrize("name", NAMES)
+by_kind = pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 
 
 @by_family
@@ -80,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@by_family
+@by_kind
 @pytest.mark.parametrize("way", WAYS)
 def test_answers(name: str, way: str) -> None:
     original, engine = pair(name)
@@ -245,7 +248,7 @@ def test_decoders_alone_generate(family: Family) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@by_family
+@by_kind
 def test_16_bits_err_as_the_original_does(name: str, dtype: torch.dtype) -> None:
     family = BY_NAME[name]
     exact, own = made(family), made(family).to(dtype)

@@ -39,11 +39,13 @@ from tests.models.families import (
     LATENT,
     LATENT_MIXTURES,
     MIXTURES,
+    RELATIVES,
     SPACES_BESIDE,
     inputs,
 )
 from tests.support.graphed import graphed
 from tests.support.one_calls import calls_noted, part_by_part
+from tests.support.relatives import less
 from tests.support.side_by_side import injected, original, pair
 
 # The largest difference over the root mean square of the original.
@@ -230,7 +232,7 @@ def generated_by_original(name: str, mode: str) -> Any:
     return generated(original(name), name, mode, output_logits=True)
 
 
-@pytest.mark.parametrize(("name", "way", "mode"), GENERATED)
+@pytest.mark.parametrize(("name", "way", "mode"), less(RELATIVES, GENERATED))
 def test_generated_tokens(name: str, way: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = generated_by_original(name, mode)
     assert exact.sequences.shape == (2, 9 + NEW_TOKENS)
@@ -322,7 +324,7 @@ def assert_rounds_as_well(name: str, dtype: torch.dtype, short: str) -> None:
         assert 0 < error <= 2 * eager[path], f"{path}: {error:.2e}, the original {eager[path]:.2e}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 def test_bfloat16_error_is_at_most_twice_the_originals(name: str) -> None:
     assert_rounds_as_well(name, torch.bfloat16, "bf16")
 

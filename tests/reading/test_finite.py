@@ -15,9 +15,10 @@ import infuse
 from infuse.architectures import BY_CLASS
 from infuse.architectures.program import CLAMP, CLAMP_INFINITE
 from infuse.layers.block import Block
-from tests.models.encoder_decoders import BY_NAME, encoded, made
+from tests.models.encoder_decoders import BY_NAME, RELATIVES, encoded, made
 from tests.reading import layers
 from tests.reading.cases import ENCODER, Case
+from tests.support.relatives import less
 
 LIMIT = 64504.0  # 1000 below the largest number of float16
 HALF = torch.float16
@@ -48,7 +49,7 @@ def first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-@pytest.mark.parametrize("name", CLAMPS)
+@pytest.mark.parametrize("name", less(RELATIVES, CLAMPS))
 def test_encoders_of_transformers(name: str) -> None:
     engine = infuse.init_inference(loud(name), dtype=HALF, verify="off", progress=False)
     ours, theirs = (model.get_encoder().layers[0] for model in (engine.module, loud(name)))
