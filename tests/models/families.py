@@ -835,6 +835,7 @@ RELATIVES = frozenset(
     {
         "mistral", "phi3", "gemma", "cohere", "phi", "gpt2-inverse", "bigcode-heads", "codegen", "gpt-neox-serial",
         "roberta", "xlm-roberta", "electra", "distilbert", "clip-text", "clip-vision", "internvl-vision",
+        "mt5", "qwen3-omni", "glm4-moe-lite",
     }
 )  # fmt: skip
 BY_NAME = {family.name: family for family in (*_EVERY, *MAMBA, ZAMBA2) if family.is_there}
