@@ -18,8 +18,8 @@ from infuse.device import Device
 from infuse.parallel.mesh import Mesh
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf.blocks import FORMATS
+from infuse.weights.gguf.families import FAMILIES
 from infuse.weights.gguf.file import PLAIN, TYPES
-from infuse.weights.gguf.names import FAMILIES
 from tests.support.commands import run
 from tests.support.gguf_files import llama_tensors, llama_values, vocabulary_of, write
 

@@ -89,7 +89,7 @@ def _add_tensor(writer: Any, gguf: Any, name: str, tensor: Tensor, type: str, se
 
 def matrices_in(type: str) -> Callable[[str, Tensor], str]:
     """All matrices in `type`, vectors, norms, biases of experts and routers in F32."""
-    plain = ("ffn_gate_inp", ".bias", "norm")
+    plain = ("ffn_gate_inp", ".bias", "norm", "ssm_conv1d", "ssm_a", "ssm_d")
     return lambda name, tensor: type if tensor.dim() > 1 and not any(one in name for one in plain) else "F32"
 
 
@@ -109,15 +109,23 @@ def llama_tensors(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def renamed(model: Any, layer: Mapping[str, str], without: Container[str] = ()) -> dict[str, Tensor]:
-    """A model's tensors by GGUF's names: `layer` has those within layers. A tied head and `without` are left out."""
-    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+def renamed(
+    model: Any, layer: Mapping[str, str], top: Mapping[str, str] | None = None, without: Container[str] = ()
+) -> dict[str, Tensor]:
+    """A model's tensors by GGUF's names: `layer` has those within layers, of modules or of whole parameters.
+
+    `top`: further names outside of layers. A tied head and `without` are left out.
+    """
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", **(top or {})}
     tensors = {}
     for name, tensor in model.state_dict().items():
         path, _, leaf = name.rpartition(".")
         if name in without or (path == "lm_head" and model.config.tie_word_embeddings):
             continue
         matched = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", path)
+        if matched and f"{matched[2]}.{leaf}" in layer:
+            tensors[f"blk.{matched[1]}.{layer[f'{matched[2]}.{leaf}']}"] = tensor.detach()
+            continue
         to = f"blk.{matched[1]}.{layer[matched[2]]}" if matched else top[path]
         leaf = {"sinks": "weight"}.get(leaf, leaf)
         tensors[f"{to}.{leaf}"] = tensor.detach()

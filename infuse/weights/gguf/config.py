@@ -11,10 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from infuse.errors import CheckpointError
+from infuse.weights.gguf.families import family_of
 from infuse.weights.gguf.file import GGUFFile
-from infuse.weights.gguf.metadata import PATTERN, Metadata
-from infuse.weights.gguf.names import DEFAULT_BASE, family_of
-from infuse.weights.gguf.rotary import FACTORS, rope_parameters
+from infuse.weights.gguf.hybrids import HYBRIDS
+from infuse.weights.gguf.metadata import DEFAULT_BASE, PATTERN, Metadata, layer_of
+from infuse.weights.gguf.rotary import FACTORS, has_factors, partly_rotated, rotation
+from infuse.weights.gguf.settings import causal_lm, experts, layer_types
 
 # Blocks of the models whose queries are scaled by the width of a head as if heads tiled the hidden state; others by the
 # head's own width. The files do not say it: llama.cpp knows these sizes too.
@@ -22,7 +24,7 @@ _GEMMA2_27B_BLOCKS, _GEMMA3_27B_BLOCKS = 46, 62
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 # Keys that change what a model computes, and the architectures whose configs have a value for them.
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "rope.dimension_count": ("phi3", "stablelm", "nemotron"),
+    "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe"),
     PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2"),
     "attention.scale": ("granite",),
     "logit_scale": ("granite", "command-r", "cohere2"),
@@ -37,7 +39,7 @@ _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
 HARMLESS = frozenset((
     "vocab_size", "context_length", "attention.value_length", "feed_forward_length", "expert_feed_forward_length",
     "expert_shared_feed_forward_length", "use_parallel_residual", "tensor_data_layout", "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
+    "rope.scaling.original_context_length", "attention.recurrent_layers", "full_attention_interval",
 ))  # fmt: skip
 _CLOSE = 1e-5  # relative: scales are stored in float32
 
@@ -54,8 +56,12 @@ def config_notes(files: tuple[GGUFFile, ...]) -> tuple[str, ...]:
         _values(meta)
     except CheckpointError as error:
         return (f"the model's own config is not compared with the GGUF file's, which cannot be made: {error}",)
-    left = meta.not_asked(HARMLESS)
-    return (f"keys of the GGUF file that are not used: {', '.join(left)}",) if left else ()
+    notes = []
+    if left := meta.not_asked(HARMLESS):
+        notes.append(f"keys of the GGUF file that are not used: {', '.join(left)}")
+    if unused := [name for name in meta.entries if (place := layer_of(name)) is not None and place >= meta.layers]:
+        notes.append(f"{len(unused)} tensors of the GGUF file that predict further tokens are not used: {unused[0]}, …")
+    return tuple(notes)
 
 
 def _metadata(files: tuple[GGUFFile, ...]) -> Metadata:
@@ -83,13 +89,13 @@ def _of_all(meta: Metadata) -> dict[str, Any]:
         "vocab_size": meta.rows("token_embd.weight") or meta.get("vocab_size"),
         "hidden_size": meta.get("embedding_length"),
         "intermediate_size": meta.get("feed_forward_length", 0) or meta.get("expert_feed_forward_length"),
-        "num_hidden_layers": meta.get("block_count"),
+        "num_hidden_layers": meta.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", heads),
         "head_dim": meta.head_dim,
         "max_position_embeddings": meta.get("context_length"),
         "tie_word_embeddings": not meta.has("output.weight"),
-        "rope_parameters": _rotation(meta),
+        "rope_parameters": rotation(meta),
     }
 
 
@@ -121,96 +127,22 @@ def _refuse_dropped(meta: Metadata) -> None:
         what = f"keys that a {meta.architecture} of transformers has no value for"
         raise CheckpointError(f"{meta.files[0].path}: has {what}: {'; '.join(faults)}")
     factors = [tensor for tensor in FACTORS.values() if meta.has(tensor)]
-    if factors and not _has_factors(meta):
+    if factors and not has_factors(meta):
         possible = f"{' and '.join(FACTORS.values())} in plain numbers, of phi3"
         told = f"a {meta.architecture} has {', '.join(factors)}"
         raise CheckpointError(f"{meta.files[0].path}: {told}; possible: {possible}")
 
 
-def _rotation(meta: Metadata) -> dict[str, Any]:
-    theta = meta.get("rope.freq_base", DEFAULT_BASE)
-    plain = {"rope_type": "default", "rope_theta": theta}
-    # As llama.cpp: linear without a type, the older key without the newer one, and 0 for none.
-    kind = meta.get("rope.scaling.type", "linear")
-    key = "rope.scaling.factor" if meta.stores("rope.scaling.factor") else "rope.scale_linear"
-    factor = meta.get(key, 1.0)
-    if kind == "yarn":
-        rotation = _yarn(meta, theta, key, factor)
-    elif kind == "none" or (kind == "longrope" and _has_factors(meta)) or (kind == "linear" and factor in (0, 1)):
-        rotation = plain
-    elif kind == "linear":
-        rotation = {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
-    else:
-        possible = f"none, linear, yarn; of phi3 also longrope, with {' and '.join(FACTORS.values())}"
-        raise meta.fault("rope.scaling.type", kind, possible)
-    attention = meta.get("rope.scaling.attn_factor", 1.0)
-    if kind != "yarn" and attention != 1 and not _has_factors(meta):
-        raise meta.fault("rope.scaling.attn_factor", attention, "1, or scaling by yarn or by rope_factors")
-    for file in meta.files:
-        if "rope_freqs.weight" in file.stored:
-            if rotation != plain:
-                raise meta.fault(key, factor, "1, or a file without rope_freqs.weight")
-            return rope_parameters(file.read("rope_freqs.weight"), theta, meta.get("context_length"))
-    return rotation
-
-
-def _has_factors(meta: Metadata) -> bool:
-    stored = {name for file in meta.files for name in file.stored}
-    return meta.architecture == "phi3" and stored.issuperset(FACTORS.values())
-
-
-def _yarn(meta: Metadata, theta: float, key: str, factor: float) -> dict[str, Any]:
-    if factor <= 0:
-        raise meta.fault(key, factor, "a number above 0 for yarn")
-    if (mixed := meta.get("rope.scaling.yarn_ext_factor", 1.0)) != 1 and mixed >= 0:  # below 0: not set
-        raise meta.fault("rope.scaling.yarn_ext_factor", mixed, "1")
-    original = meta.get("rope.scaling.original_context_length", 0) or int(meta.get("context_length") / factor)
-    if original < 1:
-        raise meta.fault(key, factor, f"up to {meta.get('context_length')}, the context length")
-    scaled = {"factor": float(factor), "original_max_position_embeddings": original}
-    for name in ("beta_fast", "beta_slow"):
-        if meta.stores(f"rope.scaling.yarn_{name}"):
-            scaled[name] = float(meta.get(f"rope.scaling.yarn_{name}"))
-    names = ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier")
-    if any(meta.stores(f"rope.scaling.{name}") for name in names):
-        scaled["attention_factor"] = _attention_factor(meta, factor)
-    return {"rope_type": "yarn", "rope_theta": theta} | scaled
-
-
-def _attention_factor(meta: Metadata, factor: float) -> float:
-    """What cosines and sines are multiplied by: `attn_factor` times the factor of yarn's own formula.
-
-    `yarn_attn_factor` is the attention_factor of the config that a file was made of, and replaces the formula.
-    """
-
-    def by_formula(multiplier: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
-
-    own = by_formula(1.0) / by_formula(meta.get("rope.scaling.yarn_log_multiplier", 0.0))
-    return float(meta.get("rope.scaling.attn_factor", 1.0) * meta.get("rope.scaling.yarn_attn_factor", own))
-
-
-def _layer_types(meta: Metadata) -> dict[str, Any]:
-    """Which layers have a window, if the file says it: for each layer, or as the period of those without one."""
-    if not meta.stores(PATTERN):
-        return {}
-    count, each = meta.get("block_count"), meta.of_layers(PATTERN)
-    if each is None:
-        period = meta.get(PATTERN)
-        each = [period == 0 or number % period < period - 1 for number in range(count)]
-    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in each]}
-
-
 def _llama(meta: Metadata) -> dict[str, Any]:
-    if experts := meta.get("expert_count", 0):
+    if count := meta.get("expert_count", 0):
         used = meta.get("expert_used_count")
-        return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used} | _class("Mixtral")
+        return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used} | causal_lm("Mixtral")
     biases = {"attention_bias": meta.has("blk.0.attn_q.bias"), "mlp_bias": meta.has("blk.0.ffn_up.bias")}
-    return {"model_type": "llama"} | biases | _class("Llama")
+    return {"model_type": "llama"} | biases | causal_lm("Llama")
 
 
 def _mistral(meta: Metadata) -> dict[str, Any]:
-    return {"sliding_window": meta.get("attention.sliding_window", 0) or None} | _class("Mistral")
+    return {"sliding_window": meta.get("attention.sliding_window", 0) or None} | causal_lm("Mistral")
 
 
 def _granite(meta: Metadata) -> dict[str, Any]:
@@ -220,35 +152,24 @@ def _granite(meta: Metadata) -> dict[str, Any]:
         "attention_multiplier": meta.get("attention.scale", 1.0),
         "logits_scaling": meta.get("logit_scale", 1.0),
         "attention_bias": meta.has("blk.0.attn_q.bias"),
-    } | _class("Granite")
+    } | causal_lm("Granite")
 
 
 def _biased(name: str) -> Callable[[Metadata], dict[str, Any]]:
     """A model whose attention has biases if the file has them."""
-    return lambda meta: {"attention_bias": meta.has("blk.0.attn_q.bias")} | _class(name)
-
-
-def _experts(meta: Metadata) -> dict[str, Any]:
-    width = meta.rows("blk.0.ffn_gate_exps.weight") or meta.get("expert_feed_forward_length")
-    return {
-        "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
-        "moe_intermediate_size": width,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    return lambda meta: {"attention_bias": meta.has("blk.0.attn_q.bias")} | causal_lm(name)
 
 
 def _qwen2moe(meta: Metadata) -> dict[str, Any]:
     shared = meta.rows("blk.0.ffn_gate_shexp.weight") or meta.get("expert_shared_feed_forward_length")
     own = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
-    return _experts(meta) | own | _class("Qwen2Moe")
+    return experts(meta) | own | causal_lm("Qwen2Moe")
 
 
 def _qwen3moe(meta: Metadata) -> dict[str, Any]:
     # llama.cpp runs every file of this architecture with weights that sum to 1.
     own = {"model_type": "qwen3_moe", "norm_topk_prob": True, "attention_bias": meta.has("blk.0.attn_q.bias")}
-    return _experts(meta) | own | _class("Qwen3Moe")
+    return experts(meta) | own | causal_lm("Qwen3Moe")
 
 
 def _gemma2(meta: Metadata) -> dict[str, Any]:
@@ -259,8 +180,8 @@ def _gemma2(meta: Metadata) -> dict[str, Any]:
             "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
             "query_pre_attn_scalar": _query_scale(meta, _GEMMA2_27B_BLOCKS),
         }
-        | _layer_types(meta)
-        | _class("Gemma2")
+        | layer_types(meta)
+        | causal_lm("Gemma2")
     )
 
 
@@ -272,10 +193,10 @@ def _gemma3(meta: Metadata) -> dict[str, Any]:
             "sliding_window": meta.get("attention.sliding_window", 1024),
             "final_logit_softcapping": meta.get("final_logit_softcapping", None),
             "query_pre_attn_scalar": _query_scale(meta, _GEMMA3_27B_BLOCKS),
-            "rope_parameters": {"full_attention": _rotation(meta), "sliding_attention": local},
+            "rope_parameters": {"full_attention": rotation(meta), "sliding_attention": local},
         }
-        | _layer_types(meta)
-        | _class("Gemma3")
+        | layer_types(meta)
+        | causal_lm("Gemma3")
     )
 
 
@@ -287,9 +208,9 @@ def _query_scale(meta: Metadata, blocks_of_27b: int) -> int:
 
 def _phi3(meta: Metadata) -> dict[str, Any]:
     original = meta.get("rope.scaling.original_context_length", 0) or meta.get("context_length")
-    rotation = _partly_rotated(meta) | {"original_max_position_embeddings": original}
-    if _has_factors(meta):
-        if rotation["rope_type"] != "default":
+    rotated = partly_rotated(meta) | {"original_max_position_embeddings": original}
+    if has_factors(meta):
+        if rotated["rope_type"] != "default":
             told = "longrope or none, beside rope_factors"
             raise meta.fault("rope.scaling.type", meta.get("rope.scaling.type", "linear"), told)
         read = {
@@ -298,20 +219,20 @@ def _phi3(meta: Metadata) -> dict[str, Any]:
             for file in meta.files
             if tensor in file.stored
         }
-        rotation |= read | {"rope_type": "longrope"}
+        rotated |= read | {"rope_type": "longrope"}
         if meta.stores("rope.scaling.attn_factor"):
-            rotation["attention_factor"] = float(meta.get("rope.scaling.attn_factor"))
+            rotated["attention_factor"] = float(meta.get("rope.scaling.attn_factor"))
     return {
         "original_max_position_embeddings": original,
         "sliding_window": meta.get("attention.sliding_window", 0) or None,
-        "rope_parameters": rotation,
-    } | _class("Phi3")
+        "rope_parameters": rotated,
+    } | causal_lm("Phi3")
 
 
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
-    rotation = _rotation(meta)
-    if rotation["rope_type"] == "yarn":
-        rotation = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} | rotation
+    rotated = rotation(meta)
+    if rotated["rope_type"] == "yarn":
+        rotated = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} | rotated
     return (
         {
             "model_type": "gpt_oss",
@@ -319,21 +240,21 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
             "num_local_experts": meta.get("expert_count"),
             "num_experts_per_tok": meta.get("expert_used_count"),
             "sliding_window": meta.get("attention.sliding_window", 128),
-            "rope_parameters": rotation,
+            "rope_parameters": rotated,
         }
-        | _layer_types(meta)
-        | _class("GptOss")
+        | layer_types(meta)
+        | causal_lm("GptOss")
     )
 
 
 def _cohere(meta: Metadata) -> dict[str, Any]:
     own = {"model_type": "cohere", "use_qk_norm": meta.has("blk.0.attn_q_norm.weight")}
-    return own | _scaled_logits(meta) | _class("Cohere")
+    return own | _scaled_logits(meta) | causal_lm("Cohere")
 
 
 def _cohere2(meta: Metadata) -> dict[str, Any]:
-    own = {"sliding_window": meta.get("attention.sliding_window")} | _layer_types(meta)
-    return own | _scaled_logits(meta) | _class("Cohere2")
+    own = {"sliding_window": meta.get("attention.sliding_window")} | layer_types(meta)
+    return own | _scaled_logits(meta) | causal_lm("Cohere2")
 
 
 def _scaled_logits(meta: Metadata) -> dict[str, Any]:
@@ -346,29 +267,18 @@ def _stablelm(meta: Metadata) -> dict[str, Any]:
         "use_qkv_bias": meta.has("blk.0.attn_q.bias"),
         "use_parallel_residual": not meta.has("blk.0.ffn_norm.weight"),
         "qk_layernorm": meta.has("blk.0.attn_q_norm.weight"),
-        "rope_parameters": _partly_rotated(meta),
-    } | _class("StableLm")
+        "rope_parameters": partly_rotated(meta),
+    } | causal_lm("StableLm")
 
 
 def _starcoder2(meta: Metadata) -> dict[str, Any]:
     biased = meta.has("blk.0.attn_q.bias")
-    return {"norm_epsilon": meta.get("attention.layer_norm_epsilon"), "use_bias": biased} | _class("Starcoder2")
+    return {"norm_epsilon": meta.get("attention.layer_norm_epsilon"), "use_bias": biased} | causal_lm("Starcoder2")
 
 
 def _nemotron(meta: Metadata) -> dict[str, Any]:
     eps = meta.get("attention.layer_norm_epsilon", meta.get("attention.layer_norm_rms_epsilon", 1e-5))
-    return {"norm_eps": eps, "rope_parameters": _partly_rotated(meta)} | _class("Nemotron")
-
-
-def _partly_rotated(meta: Metadata) -> dict[str, Any]:
-    rotated = meta.get("rope.dimension_count", meta.head_dim)
-    if rotated > meta.head_dim:
-        raise meta.fault("rope.dimension_count", rotated, f"up to {meta.head_dim}, the width of a head")
-    return _rotation(meta) | {"partial_rotary_factor": rotated / meta.head_dim}
-
-
-def _class(name: str) -> dict[str, Any]:
-    return {"architectures": [f"{name}ForCausalLM"]}
+    return {"norm_eps": eps, "rope_parameters": partly_rotated(meta)} | causal_lm("Nemotron")
 
 
 OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType(
@@ -377,11 +287,11 @@ OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingPro
         "mistral": _mistral,
         "granite": _granite,
         "smollm3": _biased("SmolLM3"),
-        "qwen2": lambda meta: _class("Qwen2"),
+        "qwen2": lambda meta: causal_lm("Qwen2"),
         "qwen3": _biased("Qwen3"),
         "qwen2moe": _qwen2moe,
         "qwen3moe": _qwen3moe,
-        "gemma": lambda meta: _class("Gemma"),
+        "gemma": lambda meta: causal_lm("Gemma"),
         "gemma2": _gemma2,
         "gemma3": _gemma3,
         "phi3": _phi3,
@@ -392,5 +302,6 @@ OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingPro
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
         "nemotron": _nemotron,
+        **HYBRIDS,
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,7 +12,10 @@ from typing import Any
 from infuse.errors import CheckpointError
 from infuse.weights.gguf.file import Entry, GGUFFile
 
+DEFAULT_BASE = 10000.0  # of rotary frequencies, if a file does not say it
+NEXT = "nextn_predict_layers"
 PATTERN = "attention.sliding_window_pattern"
+_LAYER = re.compile(r"blk\.([0-9]{1,6})\.")
 _MISSING = object()
 _MOST_LAYERS = 999_999  # what names of tensors have digits for
 
@@ -45,12 +49,13 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
     "block_count": _LAYERS,
     **dict.fromkeys(
         ("embedding_length", "context_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
-         "rope.dimension_count"), _COUNT
+         "rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank",
+         "ssm.inner_size"), _COUNT
     ),
     **dict.fromkeys(
         ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count",
          "expert_used_count", "attention.key_length", "attention.sliding_window",
-         "rope.scaling.original_context_length", PATTERN), _ANY_COUNT
+         "rope.scaling.original_context_length", NEXT, PATTERN), _ANY_COUNT
     ),
     **dict.fromkeys(
         ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
@@ -69,6 +74,18 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
 })  # fmt: skip
 
 
+def layer_of(tensor: str) -> int | None:
+    """The number of the layer that a tensor belongs to by its name."""
+    matched = _LAYER.match(tensor)
+    return None if matched is None else int(matched[1])
+
+
+def model_layers(values: Mapping[str, Any], architecture: str) -> float:
+    """The number of layers, inf if the file does not say it; those after them predict further tokens."""
+    count, further = values.get(f"{architecture}.block_count"), values.get(f"{architecture}.{NEXT}")
+    return count - further if isinstance(count, int) and isinstance(further, int) else math.inf
+
+
 @dataclass(frozen=True)
 class Metadata:
     """Keys and tensors of a model's files, looked up for its architecture. `asked`: the keys that were looked up."""
@@ -83,6 +100,9 @@ class Metadata:
 
     def has(self, tensor: str) -> bool:
         return any(tensor in file.entries for file in self.files)
+
+    def has_in_a_layer(self, leaf: str) -> bool:
+        return any(_LAYER.sub("", name, 1) == leaf for name in self.entries)
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
         """The value of `key` of the architecture; a list for each layer must have one value, zeros aside.
@@ -110,17 +130,30 @@ class Metadata:
         told = f"{self.architecture}.{key} is {value!r:.40}"
         return CheckpointError(f"{self.files[0].path}: {told}; possible: {possible}")
 
+    @property
+    def layers(self) -> int:
+        """The number of layers, without those that predict further tokens."""
+        count, further = self.get("block_count"), self.get(NEXT, 0)
+        if further >= count:
+            raise self.fault(NEXT, further, f"less than block_count, {count}")
+        return int(count - further)
+
     def stores(self, key: str) -> bool:
         return self._value(key, _MISSING) is not _MISSING
 
     def of_layers(self, key: str) -> list[Any] | None:
         """The list of `key`, None if it is no list; CheckpointError if it is not as long as there are layers."""
-        value = self._value(key, None)
-        if not isinstance(value, list):
+        value = self.listed(key)
+        if value is None:
             return None
         if len(value) != self.get("block_count"):
             raise self.fault(key, value, f"a value for each of {self.get('block_count')} layers")
         return value
+
+    def listed(self, key: str) -> list[Any] | None:
+        """The list of `key`, None if it is no list."""
+        value = self._value(key, None)
+        return value if isinstance(value, list) else None
 
     def _value(self, key: str, default: Any) -> Any:
         self.asked.add(key)

@@ -8,104 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
 
 from infuse.errors import CheckpointError
+from infuse.weights.gguf.changes import Sizes, Unlike
+from infuse.weights.gguf.families import TOP, Family, family_of
 from infuse.weights.gguf.file import PLAIN, Entry, GGUFFile
+from infuse.weights.gguf.metadata import DEFAULT_BASE, model_layers
 from infuse.weights.gguf.tensors import Alternating, Frequencies, Shifted, Unpermuted, Viewed, matrix
 from infuse.weights.lazy import FileTensor, LazyTensor, Stacked, Transposed
 
 Named = Iterator[tuple[str, LazyTensor]]
 
-DEFAULT_BASE = 10000.0  # of rotary frequencies, if a file does not say it
 FREQUENCIES = "model.rotary_emb.inv_freq"  # the rotary frequencies of a file that scales them one by one
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LLAMA = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA2 = _LLAMA | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_QWEN_MOE = _LLAMA | {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_GPT_OSS = _LLAMA | {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks": "self_attn.sinks",
-    "ffn_gate_inp": "mlp.router",
-}
-_MIXTRAL = ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2")
-_BY_EXPERT = tuple(f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down"))
-
-
-@dataclass(frozen=True)
-class Family:
-    """Names within a layer of `general.architecture`. `experts`: of an expert's gate, up and down.
-
-    `permuted`: rows of q and k were permuted. `shifted`: 1 was added to norms. `in_one`: the experts of a layer are two
-    tensors, [experts, inputs, rows], in which gate and up alternate. `by_head`: the name of each head's tensor, by that
-    of the one tensor [heads, width] in the file.
-    """
-
-    layer: Mapping[str, str]
-    experts: tuple[str, ...] = ()
-    permuted: bool = False
-    shifted: bool = False
-    in_one: bool = False
-    by_head: Mapping[str, str] = field(default_factory=dict)
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType({
-    "llama": Family(_LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"}, _MIXTRAL, permuted=True),
-    "mistral": Family(_LLAMA, permuted=True),
-    "granite": Family(_LLAMA, permuted=True),
-    "smollm3": Family(_LLAMA, permuted=True),
-    "qwen2": Family(_LLAMA),
-    "qwen3": Family(_LLAMA),
-    "qwen2moe": Family(_QWEN_MOE, _BY_EXPERT),
-    "qwen3moe": Family(_QWEN_MOE, _BY_EXPERT),
-    "gemma": Family(_LLAMA, shifted=True),
-    "gemma2": Family(_GEMMA2, shifted=True),
-    "gemma3": Family(_GEMMA2, shifted=True),
-    "phi3": Family(_LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "gpt-oss": Family(_GPT_OSS, ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), in_one=True),
-    "olmo2": Family(_GEMMA2),
-    "command-r": Family(_LLAMA),
-    "cohere2": Family(_LLAMA),
-    "stablelm": Family(_LLAMA, by_head={f"attn_{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"}),
-    "starcoder2": Family(_LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
-    "nemotron": Family(_LLAMA, shifted=True),
-})  # fmt: skip
-
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(\.weight|\.bias|\.scale)?", re.DOTALL)
-
-
-def family_of(values: Mapping[str, Any], path: object) -> tuple[str, Family]:
-    """The architecture of a file and its family; CheckpointError if it is not known."""
-    name = values.get("general.architecture")
-    if name not in FAMILIES:
-        found = "no general.architecture" if name is None else f"general.architecture {name!r:.60}"
-        raise CheckpointError(f"{path}: found {found}; possible: {', '.join(FAMILIES)}")
-    return str(name), FAMILIES[str(name)]
 
 
 def named_tensors(files: tuple[GGUFFile, ...]) -> dict[str, LazyTensor]:
@@ -124,10 +41,6 @@ def named_tensors(files: tuple[GGUFFile, ...]) -> dict[str, LazyTensor]:
     return tensors
 
 
-class _Unlike(Exception):
-    """A tensor is not what its name says."""
-
-
 @dataclass
 class _Namer:
     architecture: str
@@ -137,13 +50,14 @@ class _Namer:
 
     def __post_init__(self) -> None:
         self.held = {name: file for file in self.files for name in file.entries}
+        self.layers = model_layers(self.files[0].values, self.architecture)
 
     def all(self) -> Named:
         for name, file in self.held.items():
             entry = file.entries[name]
             try:
                 yield from self._named(name, file, entry)
-            except _Unlike as error:
+            except Unlike as error:
                 self.faults.append(f"{name} in {file.path.name}: {error}")
 
     def raise_any(self) -> None:
@@ -153,7 +67,7 @@ class _Namer:
     def _named(self, name: str, file: GGUFFile, entry: Entry) -> Named:
         matched = _NAME.fullmatch(name)
         if matched is None:
-            raise _Unlike("has no name")
+            raise Unlike("has no name")
         layer, leaf, kind = matched[1], matched[2], matched[3] or ""
         if kind == ".scale" and self._is_factor(name):
             return
@@ -161,15 +75,20 @@ class _Namer:
             if leaf == "rope_freqs":
                 yield FREQUENCIES, self._frequencies(matrix(file, name))
                 return
-            yield f"{_TOP.get(leaf, leaf)}{kind}", self._values(name, file, entry)
+            names = {**TOP, **self.family.top}
+            yield f"{names.get(leaf, leaf)}{kind}", self._values(name, file, entry)
+            return
+        if int(layer) >= self.layers:
             return
         within = f"model.layers.{layer}"
         if matched_experts := re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", leaf):
             yield from self._experts(name, file, entry, within, matched_experts[1], kind)
         elif leaf in self.family.by_head:
             yield from self._heads_of(name, file, entry, f"{within}.{self.family.by_head[leaf]}{kind}")
+        elif f"{leaf}{kind}" in self.family.layer:
+            path = self.family.layer[f"{leaf}{kind}"]
+            yield f"{within}.{path}", self._values(name, file, entry, f"{leaf}{kind}", int(layer))
         elif leaf in self.family.layer:
-            kind = "" if leaf == "attn_sinks" else kind
             yield f"{within}.{self.family.layer[leaf]}{kind}", self._values(name, file, entry, leaf, int(layer))
         else:  # belongs to a layer, and the model has no such part
             yield f"{within}.{leaf}{kind}", self._values(name, file, entry)
@@ -177,7 +96,7 @@ class _Namer:
     def _heads_of(self, name: str, file: GGUFFile, entry: Entry, path: str) -> Named:
         """Yield the tensors of each head."""
         if len(entry.shape) != 2 or entry.type not in PLAIN:
-            raise _Unlike(f"{entry.shape} in {entry.type}, not a row for each head")
+            raise Unlike(f"{entry.shape} in {entry.type}, not a row for each head")
         for head in range(entry.shape[0]):
             yield path.format(head), Viewed(matrix(file, name), entry.shape, head)
 
@@ -186,13 +105,15 @@ class _Namer:
         if self.family.permuted and leaf in ("attn_q", "attn_k"):
             heads = self._heads("head_count" if leaf == "attn_q" else "head_count_kv", layer)
             if heads < 1 or entry.shape[0] % (2 * heads):
-                raise _Unlike(f"{entry.shape[0]} rows are not {heads} heads of even width")
+                raise Unlike(f"{entry.shape[0]} rows are not {heads} heads of even width")
             wrap = lambda tensor: Unpermuted(tensor, heads)  # noqa: E731
-        elif self.family.shifted and name.endswith("norm.weight"):
+        elif self.family.shifted and name.endswith("norm.weight") and leaf not in self.family.changes:
             if entry.type not in PLAIN:
-                raise _Unlike(f"a norm in {entry.type}")
+                raise Unlike(f"a norm in {entry.type}")
             wrap = lambda tensor: Shifted(tensor, -1.0)  # noqa: E731
         tensor = matrix(file, name, wrap, factor=self._factor(name))
+        if change := self.family.changes.get(leaf):
+            return change(tensor, Sizes(self.files[0].values, self.architecture, f"{name} in {file.path}"))
         if leaf == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
             return Viewed(tensor, (1, *entry.shape))
         return tensor
@@ -201,7 +122,7 @@ class _Namer:
         """Yield the tensors of a layer's experts, each alone, or `in_one`."""
         axes = {".weight": 3, ".bias": 2 if self.family.in_one else 0}.get(kind)
         if not self.family.experts or len(entry.shape) != axes:
-            raise _Unlike(f"{entry.shape} are no experts of {self.architecture}")
+            raise Unlike(f"{entry.shape} are no experts of {self.architecture}")
         if self.family.in_one:
             yield from self._in_one(name, file, within, leaf, kind)
             return
@@ -225,10 +146,10 @@ class _Namer:
             return
         gate, up = (name.replace(f"ffn_{leaf}_exps", f"ffn_{one}_exps") for one in ("gate", "up"))
         if absent := [one for one in (gate, up) if one not in self.held]:
-            raise _Unlike(f"{', '.join(absent)} is not there")
+            raise Unlike(f"{', '.join(absent)} is not there")
         shapes = {self.held[one].entries[one].shape for one in (gate, up)}
         if len(shapes) > 1:
-            raise _Unlike(f"gate and up are {' and '.join(map(str, sorted(shapes)))}")
+            raise Unlike(f"gate and up are {' and '.join(map(str, sorted(shapes)))}")
         if leaf == "up":
             return
         if kind == ".bias":
@@ -252,7 +173,7 @@ class _Namer:
             return None
         entry = self.held[scale].entries[scale]
         if entry.type != "F32" or len(entry.shape) > 1 or place >= math.prod(entry.shape):
-            raise _Unlike(f"{scale} is {entry.type} {entry.shape}, not a number in F32")
+            raise Unlike(f"{scale} is {entry.type} {entry.shape}, not a number in F32")
         return Viewed(FileTensor(self.held[scale], scale), (math.prod(entry.shape), 1), place)
 
     def _is_factor(self, name: str) -> bool:
@@ -263,7 +184,7 @@ class _Namer:
         base = self.files[0].values.get(f"{self.architecture}.rope.freq_base", DEFAULT_BASE)
         context = self.files[0].values.get(f"{self.architecture}.context_length", 0)
         if not isinstance(base, float) or not base > 0 or len(factors.shape) != 1 or not isinstance(context, int):
-            raise _Unlike(f"{factors.shape} are no factors of frequencies to base {base!r:.40}")
+            raise Unlike(f"{factors.shape} are no factors of frequencies to base {base!r:.40}")
         return Frequencies(factors, base, context)
 
     def _heads(self, key: str, layer: int) -> int:
@@ -273,5 +194,5 @@ class _Namer:
         if isinstance(value, list):
             value = value[layer] if layer < len(value) else None
         if not isinstance(value, int):
-            raise _Unlike(f"{self.architecture}.attention.{key} is {value!r:.40}, not a number of heads")
+            raise Unlike(f"{self.architecture}.attention.{key} is {value!r:.40}, not a number of heads")
         return value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,131 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infuse
 from infuse.plan.kinds import BLOCK
+from infuse.quant.parse import quant_format
+from infuse.weights.gguf.blocks import FORMATS
 from infuse.weights.gguf.config import config_values
-from infuse.weights.gguf.names import FAMILIES
+from infuse.weights.gguf.families import FAMILIES
 from infuse.weights.gguf.parts import open_parts
-from tests.support.gguf_files import matrices_in, permuted, renamed, write
+from tests.support.gguf_files import QUANTIZED_BY_THE_PACKAGE, matrices_in, permuted, renamed, write
+from tests.weights.gguf.cases import CASES
+from tests.weights.gguf.cases.case import SIZES, Case
 
 IDS = torch.arange(1, 24).unsqueeze(0)
-SIZES = dict(
-    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
-LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-GEMMA = LAYER | {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
-QWEN_MOE = LAYER | {
-    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}  # fmt: skip
-MIXTRAL = LAYER | {"mlp.gate": "ffn_gate_inp"}
-YARN = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 32}
-
-
-@dataclass(frozen=True)
-class Case:
-    """`changes` of a config of `model_type`; the names of tensors in a layer; and more keys of the file."""
-
-    architecture: str
-    model_type: str
-    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    permuted: bool = False
-    shifted: bool = False
-    norm: str = "rms_norm_eps"
-
-
-EXPERTS = {"expert_count": 4, "expert_used_count": 2}
-CASES = {
-    "llama": Case("llama", "llama", permuted=True, changes={"attention_bias": True}),
-    "mistral": Case("llama", "llama", permuted=True, changes={"tie_word_embeddings": True}),
-    "mixtral": Case(
-        "llama", "mixtral", MIXTRAL, {"num_local_experts": 4, "num_experts_per_tok": 2}, EXPERTS, permuted=True
-    ),
-    "granite": Case(
-        "granite", "granite", permuted=True,
-        changes=dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.25, logits_scaling=2.0),
-        keys={"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.25, "logit_scale": 2.0},
-    ),
-    "smollm3": Case("smollm3", "smollm3", permuted=True, changes={"num_hidden_layers": 4}),
-    "qwen2": Case("qwen2", "qwen2"),
-    "qwen3": Case("qwen3", "qwen3", changes={"head_dim": 32}),
-    "qwen3 with yarn": Case(
-        "qwen3", "qwen3", changes={"head_dim": 32, "rope_parameters": YARN},
-        keys={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
-    ),
-    "qwen2moe": Case(
-        "qwen2moe", "qwen2_moe", QWEN_MOE,
-        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
-        EXPERTS | {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64},
-    ),
-    "qwen3moe": Case(
-        "qwen3moe", "qwen3_moe", QWEN_MOE,
-        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32, norm_topk_prob=True),
-        EXPERTS | {"expert_feed_forward_length": 32},
-    ),
-    "gemma": Case("gemma", "gemma", shifted=True, changes={"head_dim": 32}),
-    "gemma2": Case(
-        "gemma2", "gemma2", GEMMA, shifted=True,
-        changes=dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=8, attn_logit_softcapping=20.0),
-        keys={"attention.sliding_window": 8, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0},
-    ),
-    "gemma3": Case(
-        "gemma3", "gemma3_text", GEMMA, shifted=True,
-        changes=dict(
-            head_dim=32, query_pre_attn_scalar=32, sliding_window=8, num_hidden_layers=6,
-            rope_parameters={
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        ),
-        keys={"attention.sliding_window": 8, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
-    ),
-    "phi3": Case(
-        "phi3", "phi3",
-        LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-        {"pad_token_id": 0, "original_max_position_embeddings": 128},
-    ),
-    "olmo2": Case("olmo2", "olmo2", GEMMA),
-    "starcoder2": Case(
-        "starcoder2", "starcoder2", LAYER | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, norm="norm_epsilon"
-    ),
-    "stablelm": Case("stablelm", "stablelm", changes={"use_qkv_bias": True}, norm="layer_norm_eps"),
-    "stablelm with norms of heads": Case(
-        "stablelm", "stablelm", changes={"qk_layernorm": True, "use_parallel_residual": True}, norm="layer_norm_eps"
-    ),
-    "cohere": Case(
-        "command-r", "cohere", changes={"logit_scale": 0.25}, keys={"logit_scale": 0.25}, norm="layer_norm_eps"
-    ),
-    "cohere2": Case(
-        "cohere2", "cohere2", changes={"logit_scale": 0.25, "sliding_window": 8}, norm="layer_norm_eps",
-        keys={"logit_scale": 0.25, "attention.sliding_window": 8},
-    ),
-    "nemotron": Case("nemotron", "nemotron", shifted=True, norm="norm_eps"),
-    "gpt-oss": Case(
-        "gpt-oss", "gpt_oss",
-        LAYER | {
-            "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp", "self_attn": "attn_sinks",
-        },
-        dict(
-            num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, head_dim=32, sliding_window=8,
-            rope_parameters=YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-        ),
-        EXPERTS | {
-            "attention.sliding_window": 8, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 32, "expert_feed_forward_length": 64,
-        },
-    ),
-}  # fmt: skip
 
 
 def model_of(case: Case) -> Any:
@@ -171,7 +54,8 @@ def keys_of(case: Case, config: Any) -> dict[str, Any]:
         keys["attention.key_length"] = keys["attention.value_length"] = head_dim
     partial = rope.get("full_attention", rope).get("partial_rotary_factor", 1.0)
     keys["rope.dimension_count"] = int(partial * (head_dim or config.hidden_size // config.num_attention_heads))
-    return {f"{case.architecture}.{key}": value for key, value in keys.items()}
+    ids = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.padding_token_id": 0}
+    return {f"{case.architecture}.{key}": value for key, value in keys.items()} | ids
 
 
 def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
@@ -179,7 +63,7 @@ def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
     state = model.state_dict()
     experts = {name: tensor for name, tensor in state.items() if ".experts." in name}
     of_heads = {name: tensor for name, tensor in state.items() if ".norms." in name}
-    tensors = renamed(model, case.layer, without=experts.keys() | of_heads.keys())
+    tensors = renamed(model, case.layer, case.top, without=experts.keys() | of_heads.keys())
     for name, tensor in of_heads.items():  # one after another
         layer, leaf = name.split(".")[2], name.split(".")[4][0]
         target = f"blk.{layer}.attn_{leaf}_norm.weight"
@@ -188,7 +72,7 @@ def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
         heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
         if case.permuted and name.split(".")[2:3] and name.split(".")[2] in heads:
             tensors[name] = permuted(tensor, heads[name.split(".")[2]])
-        if case.shifted and name.endswith("norm.weight"):
+        if case.shifted and name.endswith("norm.weight") and "ssm_norm" not in name:
             tensors[name] = tensor + 1
         if name.endswith("ffn_gate_inp_shexp.weight"):
             tensors[name] = tensor[0]
@@ -206,6 +90,7 @@ def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
             pair = (tensor[:, 0::2], tensor[:, 1::2])
         for part, value in zip(("gate", "up"), pair, strict=True):
             tensors[f"blk.{number}.ffn_{part}_exps.{kind}"] = value.contiguous()
+    case.written(tensors, model.config)
     return tensors
 
 
@@ -214,32 +99,54 @@ def test_every_family_has_a_case():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("type", ("F32", "Q8_0"))
-def test_config_and_logits(tmp_path, name, type):
+def test_config_and_logits(tmp_path, name):
     case, path = CASES[name], tmp_path / "model.gguf"
     model = model_of(case)
-    keys = keys_of(case, model.config) | {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.padding_token_id": 0}
-    write(path, case.architecture, keys, tensors_of(case, model), matrices_in(type))
-    with torch.no_grad():
-        wanted = model(IDS).logits
-    config = made_config(path)
+    write(path, case.architecture, keys_of(case, model.config), tensors_of(case, model))
+    config, further = made_config(path), case.keys.get("nextn_predict_layers", 0)
     for key in {**SIZES, **case.changes}:
-        assert getattr(config, key) == getattr(model.config, key) or key == "rope_parameters", key
+        same = getattr(config, key) == getattr(model.config, key)
+        assert same or key in ("rope_parameters", *case.unlike), key
     assert config.architectures == [type_name(model)]
+    engine = loaded(path)
+    notes = [note for note in engine.plan.notes if "GGUF file" in note]
+    assert len(notes) == further and all("predict further tokens are not used" in note for note in notes)
+    assert_blocks(engine, case.formats)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(IDS).logits, model(IDS).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_are_taken_as_they_are(tmp_path, name):
+    """The logits are those of the values that the codes stand for, and near the original's."""
+    case, coded, plain = CASES[name], tmp_path / "coded.gguf", tmp_path / "plain.gguf"
+    model = model_of(case)
+    keys = keys_of(case, model.config)
+    stored = write(coded, case.architecture, keys, tensors_of(case, model), matrices_in(case.codes))
+    write(plain, case.architecture, keys, stored)
+    engine = loaded(coded)
+    assert_blocks(engine, {str(quant_format(FORMATS[case.codes]))} | case.formats)
+    with torch.no_grad():
+        logits, wanted = engine(IDS).logits, model(IDS).logits
+    torch.testing.assert_close(logits, loaded(plain)(IDS).logits, rtol=1e-3, atol=1e-3)
+    assert case.codes not in QUANTIZED_BY_THE_PACKAGE or (logits - wanted).norm() < 0.2 * wanted.norm()
+
+
+def loaded(path) -> Any:
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-    engine = infuse.init_inference(
+        empty = AutoModelForCausalLM.from_config(made_config(path))
+    return infuse.init_inference(
         empty.eval(), checkpoint=str(path), dtype=torch.float32, replace_with_kernel_inject=True
     )
-    assert not [note for note in engine.plan.notes if "GGUF file" in note]
-    assert sum(step.depth == BLOCK for step in engine.plan.steps) == config.num_hidden_layers, str(engine.plan)
-    assert "refused" not in str(engine.plan) and " become" not in str(engine.plan)  # or logits would be the same, too
-    with torch.no_grad():
-        logits = engine(IDS).logits
-    if type == "F32":
-        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
-    else:
-        assert (logits - wanted).norm() < 0.1 * wanted.norm()
+
+
+def assert_blocks(engine: Any, formats: set[str]) -> None:
+    """All layers are blocks, which keep matrices in `formats`: refused ones would have the same logits, too."""
+    steps = [step for step in engine.plan.steps if step.depth == BLOCK]
+    assert len(steps) == engine.module.config.num_hidden_layers, str(engine.plan)
+    assert "refused" not in str(engine.plan) and " become" not in str(engine.plan), str(engine.plan)
+    for step in steps:
+        assert {*step.formats.values()} == formats, str(engine.plan)
 
 
 def made_config(path) -> Any:

@@ -1,0 +1,144 @@
+"""What llama.cpp did to the values of an architecture's tensors, undone lazily. Codes keep their values.
+
+The gated delta rule of Qwen has fewer heads of keys than of values. transformers lists the heads of values key by key,
+llama.cpp those that are the first of their keys, then the second ones, and so on:
+
+    transformers   k0 v0  k0 v1  k1 v0  k1 v1
+    the file       k0 v0  k1 v0  k0 v1  k1 v1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.errors import CheckpointError
+from infuse.parallel.slices import Span
+from infuse.weights.gguf.tensors import Viewed
+from infuse.weights.lazy import Coded, CodedTensor, Joined, LazyTensor, Order, Rearranged, Slices
+
+
+class Unlike(Exception):
+    """A tensor is not what its name says."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Whole numbers of a file's keys, as those of `architecture`. `told`: the name of a tensor and its file."""
+
+    values: Mapping[str, Any]
+    architecture: str
+    told: str
+
+    def __call__(self, key: str) -> int:
+        value = self.values.get(f"{self.architecture}.{key}")
+        if not isinstance(value, int) or value < 1:
+            raise Unlike(f"{self.architecture}.{key} is {value!r:.40}, not a whole number from 1 on")
+        return value
+
+
+Change = Callable[[LazyTensor, Sizes], LazyTensor]
+
+
+def vector(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """A tensor with one axis of more than one entry."""
+    long = [length for length in tensor.shape if length > 1] or [1]
+    if len(long) > 1 or tensor.coded is not None:
+        raise Unlike(f"{tensor.shape} is no vector of plain numbers")
+    return tensor if len(tensor.shape) == 1 else Viewed(tensor, (long[0],))
+
+
+def convolution(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """[channels, taps] as [channels, 1, taps]."""
+    if len(tensor.shape) != 2 or tensor.coded is not None:
+        raise Unlike(f"{tensor.shape} is no convolution [channels, taps] in plain numbers")
+    return Viewed(tensor, (tensor.shape[0], 1, tensor.shape[1]))
+
+
+def log_decay(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """log(-x): the file has -exp(A_log)."""
+    return LogDecay(vector(tensor, sizes), sizes.told)
+
+
+@dataclass(frozen=True)
+class LogDecay(Rearranged):
+    """log(-source), in float32. CheckpointError for a number above 0, which names `told`."""
+
+    told: str
+
+    dtype = torch.float32
+
+    def read(self, part: Slices = ()) -> Tensor:
+        values = self.source.read(part).float()
+        if not bool((values <= 0).all()):
+            raise CheckpointError(f"{self.told}: has decays above 0 or that are not numbers; possible: numbers up to 0")
+        return (-values).log()
+
+
+def head_numbers(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """A row, or a number, for each head of values."""
+    heads = sizes("ssm.time_step_rank")
+    if tensor.shape[0] != heads:
+        raise Unlike(f"{tensor.shape[0]} rows are not one for each of {heads} heads")
+    return _rows_by_key(tensor, sizes, 0, 1)
+
+
+def head_values(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """Rows of values, after those of queries and keys if there are any."""
+    values, keys = sizes("ssm.inner_size"), sizes("ssm.group_count") * sizes("ssm.state_size")
+    first = tensor.shape[0] - values
+    if first not in (0, 2 * keys):
+        raise Unlike(f"{tensor.shape[0]} rows are neither {values} of values nor, with queries and keys, {keys} more")
+    return _rows_by_key(tensor, sizes, first, _value_width(sizes))
+
+
+def head_convolution(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    return convolution(head_values(tensor, sizes), sizes)
+
+
+def head_decay(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    return log_decay(head_numbers(tensor, sizes), sizes)
+
+
+def head_columns(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """Columns of values. Where a block holds columns of several heads, they stay as they are, with their order."""
+    width, columns = _value_width(sizes), tensor.shape[-1]
+    if len(tensor.shape) != 2 or columns != sizes("ssm.inner_size"):
+        raise Unlike(f"{tensor.shape} has not a column for each of {sizes('ssm.inner_size')} values")
+    places = _places(sizes)
+    if places == sorted(places):
+        return tensor
+    joined = Joined.of({0: tensor}, [Span(0, place * width, (place + 1) * width) for place in places], axis=1)
+    if tensor.coded is None or joined.coded is not None:
+        return joined
+    heads = torch.tensor(places).argsort()  # the model's head at each place of the file
+    inputs = (heads[:, None] * width + torch.arange(width)).flatten()
+    return CodedTensor(tensor.shape, tensor.dtype, Coded(tensor.coded.format, tensor.coded.buffers, Order.of(inputs)))
+
+
+def _rows_by_key(tensor: LazyTensor, sizes: Sizes, first: int, width: int) -> LazyTensor:
+    """The rows from `first` on, `width` of each head, key by key."""
+    places = _places(sizes)
+    if places == sorted(places):
+        return tensor
+    starts = [first + place * width for place in places]
+    return Joined.of({0: tensor}, [Span(0, 0, first), *(Span(0, start, start + width) for start in starts)])
+
+
+def _places(sizes: Sizes) -> list[int]:
+    """The place in the file of each head of values."""
+    keys, heads = sizes("ssm.group_count"), sizes("ssm.time_step_rank")
+    if heads % keys:
+        raise Unlike(f"{heads} heads of values are no multiple of {keys} heads of keys")
+    return [turn * keys + key for key in range(keys) for turn in range(heads // keys)]
+
+
+def _value_width(sizes: Sizes) -> int:
+    values, heads = sizes("ssm.inner_size"), sizes("ssm.time_step_rank")
+    if values % heads:
+        raise Unlike(f"{values} values are not {heads} heads of one width")
+    return values // heads

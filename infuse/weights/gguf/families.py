@@ -1,0 +1,124 @@
+"""Families of architectures: what a GGUF file calls the tensors of a layer, and what llama.cpp did to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from infuse.errors import CheckpointError
+from infuse.weights.gguf.changes import (
+    Change,
+    head_columns,
+    head_convolution,
+    head_decay,
+    head_numbers,
+    head_values,
+    vector,
+)
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LLAMA = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA2 = _LLAMA | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QWEN_MOE = _LLAMA | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GPT_OSS = _LLAMA | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+}
+_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA_CHANGES: Mapping[str, Change] = MappingProxyType({
+    "attn_qkv": head_values, "attn_gate": head_values, "ssm_beta": head_numbers, "ssm_alpha": head_numbers,
+    "ssm_conv1d": head_convolution, "ssm_a": head_decay, "ssm_dt.bias": head_numbers, "ssm_norm": vector,
+    "ssm_out": head_columns,
+})  # fmt: skip
+_MIXTRAL = ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2")
+_BY_EXPERT = tuple(f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down"))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names within a layer of `general.architecture`. `experts`: of an expert's gate, up and down.
+
+    `permuted`: rows of q and k were permuted. `shifted`: 1 was added to norms. `in_one`: the experts of a layer are two
+    tensors, [experts, inputs, rows], in which gate and up alternate. `by_head`: the name of each head's tensor, by that
+    of the one tensor [heads, width] in the file. `changes`: of values, by the name in the file; norms among them are
+    not `shifted`. `top`: names outside of layers. A name with its kind, such as `ssm_dt.bias`, stands for a whole name.
+    """
+
+    layer: Mapping[str, str]
+    experts: tuple[str, ...] = ()
+    permuted: bool = False
+    shifted: bool = False
+    in_one: bool = False
+    by_head: Mapping[str, str] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    top: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({
+    "llama": Family(_LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"}, _MIXTRAL, permuted=True),
+    "mistral": Family(_LLAMA, permuted=True),
+    "granite": Family(_LLAMA, permuted=True),
+    "smollm3": Family(_LLAMA, permuted=True),
+    "qwen2": Family(_LLAMA),
+    "qwen3": Family(_LLAMA),
+    "qwen2moe": Family(_QWEN_MOE, _BY_EXPERT),
+    "qwen3moe": Family(_QWEN_MOE, _BY_EXPERT),
+    "gemma": Family(_LLAMA, shifted=True),
+    "gemma2": Family(_GEMMA2, shifted=True),
+    "gemma3": Family(_GEMMA2, shifted=True),
+    "phi3": Family(_LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "gpt-oss": Family(_GPT_OSS, ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), in_one=True),
+    "olmo2": Family(_GEMMA2),
+    "command-r": Family(_LLAMA),
+    "cohere2": Family(_LLAMA),
+    "stablelm": Family(_LLAMA, by_head={f"attn_{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"}),
+    "starcoder2": Family(_LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "nemotron": Family(_LLAMA, shifted=True),
+    "qwen35": Family(_LLAMA | _DELTA, shifted=True, changes=_DELTA_CHANGES),
+    "qwen35moe": Family(_QWEN_MOE | _DELTA, _BY_EXPERT, shifted=True, changes=_DELTA_CHANGES),
+})  # fmt: skip
+
+
+def family_of(values: Mapping[str, Any], path: object) -> tuple[str, Family]:
+    """The architecture of a file and its family; CheckpointError if it is not known."""
+    name = values.get("general.architecture")
+    if name not in FAMILIES:
+        found = "no general.architecture" if name is None else f"general.architecture {name!r:.60}"
+        raise CheckpointError(f"{path}: found {found}; possible: {', '.join(FAMILIES)}")
+    return str(name), FAMILIES[str(name)]

@@ -1,0 +1,8 @@
+"""Cases of all families, by their names."""
+
+from __future__ import annotations
+
+from tests.weights.gguf.cases.hybrids import HYBRIDS
+from tests.weights.gguf.cases.plain import PLAIN
+
+CASES = PLAIN | HYBRIDS
