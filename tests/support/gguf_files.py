@@ -89,7 +89,7 @@ def _add_tensor(writer: Any, gguf: Any, name: str, tensor: Tensor, type: str, se
 
 def matrices_in(type: str) -> Callable[[str, Tensor], str]:
     """All matrices in `type`, vectors, norms, biases of experts and routers in F32."""
-    plain = ("ffn_gate_inp", ".bias", "norm", "ssm_conv1d", "ssm_a", "ssm_d")
+    plain = ("ffn_gate_inp", ".bias", "norm", "ssm_conv1d", "ssm_a", "ssm_d", "shortconv.conv")
     return lambda name, tensor: type if tensor.dim() > 1 and not any(one in name for one in plain) else "F32"
 
 

@@ -42,6 +42,7 @@ class Sizes:
 
 
 Change = Callable[[LazyTensor, Sizes], LazyTensor]
+Joining = Callable[[list[LazyTensor], Sizes], LazyTensor]
 
 
 def vector(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
@@ -118,6 +119,25 @@ def head_columns(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
     heads = torch.tensor(places).argsort()  # the model's head at each place of the file
     inputs = (heads[:, None] * width + torch.arange(width)).flatten()
     return CodedTensor(tensor.shape, tensor.dtype, Coded(tensor.coded.format, tensor.coded.buffers, Order.of(inputs)))
+
+
+def by_key_head(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:
+    """Rows of queries, keys and values, and those of the gate, as the rows of each head of keys, one after another."""
+    heads, width, values = sizes("ssm.group_count"), sizes("ssm.state_size"), sizes("ssm.inner_size")
+    keys = heads * width
+    found = [tensor.shape[0] for tensor in tensors]
+    if found != [2 * keys + values, values] or values % heads or len({tensor.shape[1:] for tensor in tensors}) > 1:
+        told = " and ".join(str(tensor.shape) for tensor in tensors)
+        raise Unlike(f"{told} with the gate are not {2 * keys + values} and {values} rows of {heads} heads of keys")
+    parts = ((0, 0, width), (0, keys, width), (0, 2 * keys, values // heads), (1, 0, values // heads))
+    return Joined.of(
+        dict(enumerate(tensors)),
+        [
+            Span(source, first + head * rows, first + (head + 1) * rows)
+            for head in range(heads)
+            for source, first, rows in parts
+        ],
+    )
 
 
 def _rows_by_key(tensor: LazyTensor, sizes: Sizes, first: int, width: int) -> LazyTensor:

@@ -24,7 +24,7 @@ _GEMMA2_27B_BLOCKS, _GEMMA3_27B_BLOCKS = 46, 62
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 # Keys that change what a model computes, and the architectures whose configs have a value for them.
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe"),
+    "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe", "qwen3next"),
     PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2"),
     "attention.scale": ("granite",),
     "logit_scale": ("granite", "command-r", "cohere2"),
@@ -33,7 +33,7 @@ _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2"),
     "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": ("gemma2", "gemma3"),
-    "expert_weights_scale": (),
+    "expert_weights_scale": ("lfm2moe",),
 })  # fmt: skip
 # Keys that need not be looked up: tensors show what they say, or they say nothing of what a model computes.
 HARMLESS = frozenset((

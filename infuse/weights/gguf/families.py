@@ -10,11 +10,15 @@ from typing import Any
 from infuse.errors import CheckpointError
 from infuse.weights.gguf.changes import (
     Change,
+    Joining,
+    by_key_head,
+    convolution,
     head_columns,
     head_convolution,
     head_decay,
     head_numbers,
     head_values,
+    log_decay,
     vector,
 )
 
@@ -66,8 +70,46 @@ _DELTA_CHANGES: Mapping[str, Change] = MappingProxyType({
     "ssm_conv1d": head_convolution, "ssm_a": head_decay, "ssm_dt.bias": head_numbers, "ssm_norm": vector,
     "ssm_out": head_columns,
 })  # fmt: skip
+_NEXT = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of older files, in which the rows of keys were not taken apart
+    "ssm_ba": "linear_attn.in_proj_ba",
+    **{leaf: _DELTA[leaf] for leaf in ("ssm_conv1d", "ssm_a", "ssm_dt.bias", "ssm_norm", "ssm_out")},
+}
+_NEXT_CHANGES: Mapping[str, Change] = MappingProxyType({
+    "ssm_conv1d": convolution, "ssm_a": log_decay, "ssm_dt.bias": vector, "ssm_norm": vector,
+})  # fmt: skip
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+_LFM2_TOP = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+_LFM2_EXPERTS = tuple(f"feed_forward.experts.{{}}.w{number}" for number in (1, 3, 2))
 _MIXTRAL = ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2")
 _BY_EXPERT = tuple(f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down"))
+
+
+@dataclass(frozen=True)
+class Join:
+    """The tensor `name` of a layer, made by `join` of several: their names in the file, with kinds."""
+
+    name: str
+    parts: tuple[str, ...]
+    join: Joining
 
 
 @dataclass(frozen=True)
@@ -77,7 +119,8 @@ class Family:
     `permuted`: rows of q and k were permuted. `shifted`: 1 was added to norms. `in_one`: the experts of a layer are two
     tensors, [experts, inputs, rows], in which gate and up alternate. `by_head`: the name of each head's tensor, by that
     of the one tensor [heads, width] in the file. `changes`: of values, by the name in the file; norms among them are
-    not `shifted`. `top`: names outside of layers. A name with its kind, such as `ssm_dt.bias`, stands for a whole name.
+    not `shifted`. `joins`: tensors that the file has in parts. `top`: names outside of layers. A name with its kind,
+    such as `ssm_dt.bias`, stands for a whole name.
     """
 
     layer: Mapping[str, str]
@@ -87,6 +130,7 @@ class Family:
     in_one: bool = False
     by_head: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
+    joins: tuple[Join, ...] = ()
     top: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -112,6 +156,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "nemotron": Family(_LLAMA, shifted=True),
     "qwen35": Family(_LLAMA | _DELTA, shifted=True, changes=_DELTA_CHANGES),
     "qwen35moe": Family(_QWEN_MOE | _DELTA, _BY_EXPERT, shifted=True, changes=_DELTA_CHANGES),
+    "qwen3next": Family(
+        _QWEN_MOE | _NEXT, _BY_EXPERT, shifted=True, changes=_NEXT_CHANGES,
+        joins=(Join("linear_attn.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), by_key_head),),
+    ),
+    "lfm2": Family(_LFM2, changes={"shortconv.conv": convolution}, top=_LFM2_TOP),
+    "lfm2moe": Family(_LFM2, _LFM2_EXPERTS, changes={"shortconv.conv": convolution}, top=_LFM2_TOP),
 })  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from infuse.weights.gguf.metadata import Metadata
 from infuse.weights.gguf.rotary import partly_rotated
-from infuse.weights.gguf.settings import causal_lm, experts
+from infuse.weights.gguf.settings import SIGMOID, causal_lm, experts
 
 
 def _qwen35(meta: Metadata) -> dict[str, Any]:
@@ -16,8 +16,7 @@ def _qwen35(meta: Metadata) -> dict[str, Any]:
 
 
 def _qwen35moe(meta: Metadata) -> dict[str, Any]:
-    shared = meta.rows("blk.0.ffn_gate_shexp.weight") or meta.get("expert_shared_feed_forward_length")
-    own = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": shared}
+    own = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": _shared(meta)}
     return own | _delta(meta) | experts(meta) | causal_lm("Qwen3_5Moe")
 
 
@@ -42,6 +41,50 @@ def _delta(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _qwen3next(meta: Metadata) -> dict[str, Any]:
+    # llama.cpp runs every file of this architecture with weights that sum to 1.
+    own = {"model_type": "qwen3_next", "norm_topk_prob": True, "shared_expert_intermediate_size": _shared(meta)}
+    return own | _delta(meta) | experts(meta) | causal_lm("Qwen3Next")
+
+
+def _shared(meta: Metadata) -> int:
+    """The width of the expert that all tokens get."""
+    return meta.rows("blk.0.ffn_gate_shexp.weight") or int(meta.get("expert_shared_feed_forward_length"))
+
+
+def _lfm2(meta: Metadata) -> dict[str, Any]:
+    # The width in a file is the one that the model has, not that from which its config computes it.
+    return {"block_auto_adjust_ff_dim": False} | _short_convolution(meta) | causal_lm("Lfm2")
+
+
+def _lfm2moe(meta: Metadata) -> dict[str, Any]:
+    if (gate := meta.get("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise meta.fault("expert_gating_func", gate, f"{SIGMOID}, a sigmoid")
+    return (
+        {
+            "model_type": "lfm2_moe",
+            "num_dense_layers": meta.get("leading_dense_block_count", 0),
+            "num_experts": meta.get("expert_count"),
+            "num_experts_per_tok": meta.get("expert_used_count"),
+            "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+            "routed_scaling_factor": meta.get("expert_weights_scale", 0) or 1.0,
+            "norm_topk_prob": True,  # in llama.cpp, whatever the file says
+            "use_expert_bias": meta.has_in_a_layer("exp_probs_b.bias"),
+        }
+        | _short_convolution(meta)
+        | causal_lm("Lfm2Moe")
+    )
+
+
+def _short_convolution(meta: Metadata) -> dict[str, Any]:
+    return {
+        "norm_eps": meta.get("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": meta.get("shortconv.l_cache"),
+        "conv_bias": meta.has_in_a_layer("shortconv.conv.bias"),
+        "layer_types": _types(meta, "attn_k.weight", "conv"),
+    }
+
+
 def _types(meta: Metadata, of_attention: str, other: str) -> list[str]:
     """The type of each layer: those with the tensor `of_attention` have attention."""
     layers = range(meta.layers)
@@ -49,5 +92,5 @@ def _types(meta: Metadata, of_attention: str, other: str) -> list[str]:
 
 
 HYBRIDS: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType({
-    "qwen35": _qwen35, "qwen35moe": _qwen35moe,
+    "qwen35": _qwen35, "qwen35moe": _qwen35moe, "qwen3next": _qwen3next, "lfm2": _lfm2, "lfm2moe": _lfm2moe,
 })  # fmt: skip

@@ -44,18 +44,21 @@ _LAYERS = _Kind(
 _POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 _NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
 _NUMBER = _Kind("a finite number", _is_number)
+_BOOL = _Kind("true or false", lambda value: isinstance(value, bool))
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))
 KINDS: Mapping[str, _Kind] = MappingProxyType({
     "block_count": _LAYERS,
     **dict.fromkeys(
         ("embedding_length", "context_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
          "rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank",
-         "ssm.inner_size"), _COUNT
+         "ssm.inner_size", "shortconv.l_cache", "attention.value_length_mla", "attention.key_length_mla",
+         "attention.kv_lora_rank"), _COUNT
     ),
     **dict.fromkeys(
         ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count",
-         "expert_used_count", "attention.key_length", "attention.sliding_window",
-         "rope.scaling.original_context_length", NEXT, PATTERN), _ANY_COUNT
+         "expert_used_count", "expert_shared_count", "expert_group_count", "expert_group_used_count",
+         "expert_gating_func", "leading_dense_block_count", "attention.q_lora_rank", "attention.key_length",
+         "attention.sliding_window", "rope.scaling.original_context_length", NEXT, PATTERN), _ANY_COUNT
     ),
     **dict.fromkeys(
         ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
@@ -70,7 +73,7 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
         ("rope.scaling.yarn_ext_factor", "attention.scale", "logit_scale", "embedding_scale", "residual_scale",
          "expert_weights_scale"), _NUMBER
     ),
-    "rope.scaling.type": _TEXT,
+    "rope.scaling.type": _TEXT, "expert_weights_norm": _BOOL, "rope.scaling.finetuned": _BOOL,
 })  # fmt: skip
 
 

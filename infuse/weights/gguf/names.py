@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from infuse.errors import CheckpointError
 from infuse.weights.gguf.changes import Sizes, Unlike
-from infuse.weights.gguf.families import TOP, Family, family_of
+from infuse.weights.gguf.families import TOP, Family, Join, family_of
 from infuse.weights.gguf.file import PLAIN, Entry, GGUFFile
 from infuse.weights.gguf.metadata import DEFAULT_BASE, model_layers
 from infuse.weights.gguf.tensors import Alternating, Frequencies, Shifted, Unpermuted, Viewed, matrix
@@ -85,6 +85,8 @@ class _Namer:
             yield from self._experts(name, file, entry, within, matched_experts[1], kind)
         elif leaf in self.family.by_head:
             yield from self._heads_of(name, file, entry, f"{within}.{self.family.by_head[leaf]}{kind}")
+        elif join := next((one for one in self.family.joins if f"{leaf}{kind}" in one.parts), None):
+            yield from self._joined(join, f"blk.{layer}", within, f"{leaf}{kind}")
         elif f"{leaf}{kind}" in self.family.layer:
             path = self.family.layer[f"{leaf}{kind}"]
             yield f"{within}.{path}", self._values(name, file, entry, f"{leaf}{kind}", int(layer))
@@ -92,6 +94,18 @@ class _Namer:
             yield f"{within}.{self.family.layer[leaf]}{kind}", self._values(name, file, entry, leaf, int(layer))
         else:  # belongs to a layer, and the model has no such part
             yield f"{within}.{leaf}{kind}", self._values(name, file, entry)
+
+    def _joined(self, join: Join, place: str, within: str, part: str) -> Named:
+        """Yield the tensor that is made of several, once."""
+        names = [f"{place}.{one}" for one in join.parts]
+        if absent := [name for name in names if name not in self.held]:
+            raise Unlike(f"{', '.join(absent)} is not there")
+        if part == join.parts[0]:
+            tensors = [matrix(self.held[name], name, factor=self._factor(name)) for name in names]
+            yield f"{within}.{join.name}", join.join(tensors, self._sizes(names[0]))
+
+    def _sizes(self, name: str) -> Sizes:
+        return Sizes(self.files[0].values, self.architecture, f"{name} in {self.held[name].path}")
 
     def _heads_of(self, name: str, file: GGUFFile, entry: Entry, path: str) -> Named:
         """Yield the tensors of each head."""
@@ -113,7 +127,7 @@ class _Namer:
             wrap = lambda tensor: Shifted(tensor, -1.0)  # noqa: E731
         tensor = matrix(file, name, wrap, factor=self._factor(name))
         if change := self.family.changes.get(leaf):
-            return change(tensor, Sizes(self.files[0].values, self.architecture, f"{name} in {file.path}"))
+            return change(tensor, self._sizes(name))
         if leaf == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
             return Viewed(tensor, (1, *entry.shape))
         return tensor

@@ -6,6 +6,8 @@ from typing import Any
 
 from infuse.weights.gguf.metadata import PATTERN, Metadata
 
+SOFTMAX, SIGMOID = 1, 2  # in expert_gating_func
+
 
 def causal_lm(name: str) -> dict[str, Any]:
     """The class of transformers, by the beginning of its name."""

@@ -47,6 +47,21 @@ def test_rows_of_heads(tmp_path):
     torch.testing.assert_close(qkv.read((slice(60, 300),)), values[60:300])
 
 
+def test_rows_of_two_types(tmp_path):
+    """As Q4_K_M stores queries, keys and values, and the gate: the matrix of both has no one code, so it has values."""
+    torch.manual_seed(0)
+    tensors = {"blk.0.attn_qkv.weight": torch.randn(64 + 512, 32), "blk.0.attn_gate.weight": torch.randn(512, 32)}
+    keys = {f"qwen3next.{key}": value for key, value in KEYS.items()}
+    types = {"attn_qkv": "Q8_0", "attn_gate": "Q4_0"}
+    stored = write(tmp_path / "model.gguf", "qwen3next", keys, tensors, lambda name, _: types[name.split(".")[2]])
+    found = named_tensors(open_parts([tmp_path / "model.gguf"]))[f"{LAYER}.in_proj_qkvz.weight"]
+    assert found.coded is None and found.shape == (64 + 2 * 512, 32)
+    qkv, gate = stored.values()
+    heads = [torch.cat([qkv[16 * h :][:16], qkv[32 + 16 * h :][:16], qkv[64 + 256 * h :][:256], gate[256 * h :][:256]])
+             for h in range(2)]  # fmt: skip
+    torch.testing.assert_close(found.read(), torch.cat(heads))
+
+
 @pytest.mark.parametrize("value", (0.5, float("nan")))
 def test_a_decay_that_grows(tmp_path, value):
     decay = torch.tensor([-1.0, -2.0, value, 0.0])

@@ -35,7 +35,7 @@ def model_of(case: Case) -> Any:
 
 
 def keys_of(case: Case, config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope, kind = config.rope_parameters, "" if case.layer_norm and "rms" not in case.norm else "rms_"
     keys = {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
@@ -44,9 +44,7 @@ def keys_of(case: Case, config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
-        ("attention.layer_norm_rms_epsilon" if "rms" in case.norm else "attention.layer_norm_epsilon"): getattr(
-            config, case.norm
-        ),
+        f"attention.layer_norm_{kind}epsilon": getattr(config, case.norm),
         **case.keys,
     }
     head_dim = getattr(config, "head_dim", None)

@@ -38,7 +38,8 @@ class Case:
 
     `written`: changes the tensors, by their names in the file, to what the converter writes. `top`: names outside of
     layers. `unlike`: keys of the config that are other numbers of the same model. `formats`: those of the
-    plan whatever the matrices have. `codes`: the type of matrices in a quantized file.
+    plan whatever the matrices have. `layer_norm`: whether a `norm` that
+    does not say `rms` is one; `codes`: the type of matrices in a quantized file.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class Case:
     permuted: bool = False
     shifted: bool = False
     norm: str = "rms_norm_eps"
+    layer_norm: bool = True
     written: Callable[[Tensors, Any], None] = lambda tensors, config: None
     top: Mapping[str, str] = field(default_factory=dict)
     unlike: tuple[str, ...] = ()

@@ -52,6 +52,35 @@ def delta_written(tensors: Tensors, config: Any) -> None:
         tensors[name] = tensor
 
 
+def next_written(tensors: Tensors, config: Any) -> None:
+    """Rows of queries, keys, values and the gate, which are listed by head of keys, each in one piece."""
+    keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+    values *= config.linear_num_value_heads // config.linear_num_key_heads
+    for name, tensor in list(tensors.items()):
+        layer, leaf = name.rpartition(".ssm")[0], name.split(".", 2)[-1]
+        if leaf == "ssm_conv1d.weight":
+            tensors[name] = tensor.squeeze(1)
+        if leaf == "ssm_a":
+            tensors[name] = -tensor.exp()
+        if leaf == "ssm_in.weight":
+            heads = tensor.view(config.linear_num_key_heads, -1, tensor.shape[1])
+            *qkv, gate = (part.flatten(0, 1) for part in heads.split([keys, keys, values, values], dim=1))
+            del tensors[name]
+            tensors |= {f"{layer}.attn_qkv.weight": torch.cat(qkv), f"{layer}.attn_gate.weight": gate}
+
+
+def former_next_written(tensors: Tensors, config: Any) -> None:
+    """As the converter wrote them at first."""
+    for name, tensor in tensors.items():
+        leaf = name.split(".", 2)[-1]
+        tensors[name] = -tensor.exp() if leaf == "ssm_a" else tensor.squeeze(1) if "conv1d" in leaf else tensor
+
+
+def without_middle_axis(tensors: Tensors, config: Any) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.squeeze(1) if "shortconv.conv" in name else tensor
+
+
 def further_token(tensors: Tensors, config: Any) -> None:
     """As `delta_written`, with a layer that predicts a further token."""
     delta_written(tensors, config)
@@ -60,6 +89,24 @@ def further_token(tensors: Tensors, config: Any) -> None:
         tensors[f"{layer}.{name}.weight"] = torch.ones(config.hidden_size)
     tensors[f"{layer}.nextn.eh_proj.weight"] = torch.ones(config.hidden_size, 2 * config.hidden_size)
 
+
+QWEN_EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64
+)  # fmt: skip
+NEXT = QWEN_MOE | {path: leaf for path, leaf in DELTA.items() if "in_proj" not in path} | {
+    "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba",
+}  # fmt: skip
+LFM2 = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+}  # fmt: skip
+LFM2_TOP = {"model.embedding_norm": "token_embd_norm"}
+LFM2_SIZES = dict(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"])
+LFM2_KEYS = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2]}
 
 HYBRIDS = {
     "qwen35": Case(
@@ -84,8 +131,27 @@ HYBRIDS = {
     ),
     "qwen35moe": Case(
         "qwen35moe", "qwen3_5_moe_text", QWEN_MOE | DELTA,
-        DELTA_SIZES
-        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
+        DELTA_SIZES | QWEN_EXPERTS,
         DELTA_KEYS | SECTIONS | EXPERTS | {"expert_feed_forward_length": 32}, shifted=True, written=delta_written,
+    ),
+    "qwen3next": Case(
+        "qwen3next", "qwen3_next", NEXT, DELTA_SIZES | QWEN_EXPERTS,
+        DELTA_KEYS | EXPERTS | {"expert_feed_forward_length": 32}, shifted=True, written=next_written,
+    ),
+    "qwen3next of older files": Case(
+        "qwen3next", "qwen3_next", NEXT, DELTA_SIZES | QWEN_EXPERTS,
+        DELTA_KEYS | EXPERTS | {"expert_feed_forward_length": 32}, shifted=True, written=former_next_written,
+    ),
+    "lfm2": Case(
+        "lfm2", "lfm2", LFM2, LFM2_SIZES | {"block_auto_adjust_ff_dim": False}, LFM2_KEYS,
+        norm="norm_eps", layer_norm=False,
+        written=without_middle_axis, top=LFM2_TOP,
+    ),
+    "lfm2moe": Case(
+        "lfm2moe", "lfm2_moe", LFM2,
+        LFM2_SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
+        LFM2_KEYS | EXPERTS
+        | {"expert_feed_forward_length": 32, "leading_dense_block_count": 1, "expert_gating_func": 2},
+        norm="norm_eps", layer_norm=False, written=without_middle_axis, top=LFM2_TOP,
     ),
 }  # fmt: skip
