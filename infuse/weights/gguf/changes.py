@@ -9,6 +9,7 @@ llama.cpp those that are the first of their keys, then the second ones, and so o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Span
 from infuse.weights.gguf.tensors import Viewed
-from infuse.weights.lazy import Coded, CodedTensor, Joined, LazyTensor, Order, Rearranged, Slices
+from infuse.weights.lazy import Coded, CodedTensor, Joined, LazyTensor, Order, Rearranged, Shape, Slices
 
 
 class Unlike(Exception):
@@ -138,6 +139,41 @@ def by_key_head(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:
             for source, first, rows in parts
         ],
     )
+
+
+def by_latent_head(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:
+    """Keys [heads, latent, width] and values [heads, width, latent] of a latent as rows of each head, in plain numbers.
+
+    Keys are transposed, so that their codes are those of other inputs.
+    """
+    heads, latent = sizes("attention.head_count"), sizes("attention.kv_lora_rank")
+    keys, values = tensors
+    numbers = math.prod(keys.shape), math.prod(values.shape)
+    whole = all(number % (heads * latent) == 0 for number in numbers)
+    if not whole or math.prod(keys.shape[:-1]) != heads * latent or values.shape[-1] != latent:
+        raise Unlike(f"{keys.shape} and {values.shape} are not {heads} heads of keys and values of {latent} numbers")
+    return OfLatent(keys, values, heads, latent)
+
+
+@dataclass(frozen=True)
+class OfLatent:
+    """For each head, rows of keys and then of values: [heads * (key + value width), latent], in float32."""
+
+    keys: LazyTensor
+    values: LazyTensor
+    heads: int
+    latent: int
+
+    coded, dtype = None, torch.float32
+
+    @property
+    def shape(self) -> Shape:
+        return ((math.prod(self.keys.shape) + math.prod(self.values.shape)) // self.latent, self.latent)
+
+    def read(self, part: Slices = ()) -> Tensor:
+        keys = self.keys.read().float().reshape(self.heads, self.latent, -1).transpose(1, 2)
+        values = self.values.read().float().reshape(self.heads, -1, self.latent)
+        return torch.cat([keys, values], dim=1).flatten(0, 1)[part]
 
 
 def _rows_by_key(tensor: LazyTensor, sizes: Sizes, first: int, width: int) -> LazyTensor:

@@ -15,6 +15,7 @@ from infuse.weights.gguf.families import family_of
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.hybrids import HYBRIDS
 from infuse.weights.gguf.metadata import DEFAULT_BASE, PATTERN, Metadata, layer_of
+from infuse.weights.gguf.mixtures import MIXTURES
 from infuse.weights.gguf.rotary import FACTORS, has_factors, partly_rotated, rotation
 from infuse.weights.gguf.settings import causal_lm, experts, layer_types
 
@@ -24,7 +25,8 @@ _GEMMA2_27B_BLOCKS, _GEMMA3_27B_BLOCKS = 46, 62
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 # Keys that change what a model computes, and the architectures whose configs have a value for them.
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe", "qwen3next"),
+    "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe",
+                             "deepseek2"),
     PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2"),
     "attention.scale": ("granite",),
     "logit_scale": ("granite", "command-r", "cohere2"),
@@ -33,7 +35,8 @@ _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2"),
     "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": ("gemma2", "gemma3"),
-    "expert_weights_scale": ("lfm2moe",),
+    "expert_weights_scale": ("lfm2moe", "glm4moe", "deepseek2"),
+    "attention.temperature_scale": (),
 })  # fmt: skip
 # Keys that need not be looked up: tensors show what they say, or they say nothing of what a model computes.
 HARMLESS = frozenset((
@@ -113,6 +116,7 @@ def _refuse_dropped(meta: Metadata) -> None:
         "attn_logit_softcapping": (0,),
         "final_logit_softcapping": (0,),
         "expert_weights_scale": (0, 1),
+        "attention.temperature_scale": (0,),
     }
     faults = []
     for key, architectures in _TAKEN_BY.items():
@@ -281,6 +285,13 @@ def _nemotron(meta: Metadata) -> dict[str, Any]:
     return {"norm_eps": eps, "rope_parameters": partly_rotated(meta)} | causal_lm("Nemotron")
 
 
+def _glm4(meta: Metadata) -> dict[str, Any]:
+    if (sections := meta.listed("rope.dimension_sections")) is not None:  # rows of queries and keys are then permuted
+        raise meta.fault("rope.dimension_sections", sections, "none: a text model")
+    biased = {"attention_bias": meta.has("blk.0.attn_q.bias")}
+    return {"rope_parameters": partly_rotated(meta)} | biased | causal_lm("Glm4")
+
+
 OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -302,6 +313,8 @@ OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingPro
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
         "nemotron": _nemotron,
+        "glm4": _glm4,
         **HYBRIDS,
+        **MIXTURES,
     }
 )

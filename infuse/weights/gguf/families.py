@@ -12,6 +12,7 @@ from infuse.weights.gguf.changes import (
     Change,
     Joining,
     by_key_head,
+    by_latent_head,
     convolution,
     head_columns,
     head_convolution,
@@ -99,17 +100,41 @@ _LFM2 = {
 }
 _LFM2_TOP = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
 _LFM2_EXPERTS = tuple(f"feed_forward.experts.{{}}.w{number}" for number in (1, 3, 2))
+_GLM4 = _LLAMA | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_SHARED = {
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _MIXTRAL = ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2")
 _BY_EXPERT = tuple(f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down"))
 
 
 @dataclass(frozen=True)
 class Join:
-    """The tensor `name` of a layer, made by `join` of several: their names in the file, with kinds."""
+    """The tensor `name` of a layer, made by `join` of several: their names in the file, with kinds.
+
+    `unless`: a tensor that has it all. If it is there, the parts are not used.
+    """
 
     name: str
     parts: tuple[str, ...]
     join: Joining
+    unless: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,6 +187,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     ),
     "lfm2": Family(_LFM2, changes={"shortconv.conv": convolution}, top=_LFM2_TOP),
     "lfm2moe": Family(_LFM2, _LFM2_EXPERTS, changes={"shortconv.conv": convolution}, top=_LFM2_TOP),
+    "glm4": Family(_GLM4),
+    "glm4moe": Family(_LLAMA | _SHARED | {"post_attention_norm": "post_attention_layernorm"}, _BY_EXPERT),
+    "deepseek2": Family(
+        _LLAMA | _LATENT | _SHARED, _BY_EXPERT,
+        joins=(
+            Join("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), by_latent_head,
+                 unless="attn_kv_b.weight"),
+        ),
+    ),
 })  # fmt: skip
 
 

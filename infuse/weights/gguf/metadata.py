@@ -52,7 +52,7 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
         ("embedding_length", "context_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
          "rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank",
          "ssm.inner_size", "shortconv.l_cache", "attention.value_length_mla", "attention.key_length_mla",
-         "attention.kv_lora_rank"), _COUNT
+         "attention.kv_lora_rank", "attention.value_length"), _COUNT
     ),
     **dict.fromkeys(
         ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count",
@@ -71,7 +71,7 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
     ),
     **dict.fromkeys(
         ("rope.scaling.yarn_ext_factor", "attention.scale", "logit_scale", "embedding_scale", "residual_scale",
-         "expert_weights_scale"), _NUMBER
+         "expert_weights_scale", "attention.temperature_scale"), _NUMBER
     ),
     "rope.scaling.type": _TEXT, "expert_weights_norm": _BOOL, "rope.scaling.finetuned": _BOOL,
 })  # fmt: skip

@@ -96,7 +96,9 @@ class _Namer:
             yield f"{within}.{leaf}{kind}", self._values(name, file, entry)
 
     def _joined(self, join: Join, place: str, within: str, part: str) -> Named:
-        """Yield the tensor that is made of several, once."""
+        """Yield the tensor that is made of several, once, if the file has it in parts only."""
+        if f"{place}.{join.unless}" in self.held:
+            return
         names = [f"{place}.{one}" for one in join.parts]
         if absent := [name for name in names if name not in self.held]:
             raise Unlike(f"{', '.join(absent)} is not there")

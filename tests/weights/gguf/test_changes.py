@@ -70,6 +70,21 @@ def test_a_decay_that_grows(tmp_path, value):
         tensors[f"{LAYER}.A_log"].read()
 
 
+@pytest.mark.parametrize(
+    ("keys", "values"), (((3, 32, 16), (2, 16, 32)), ((2, 16, 32), (2, 16, 32)), ((2, 32, 16), (2, 32, 16)))
+)
+def test_keys_and_values_of_no_latent(tmp_path, keys, values):
+    tensors = {"blk.0.attn_k_b.weight": torch.ones(keys), "blk.0.attn_v_b.weight": torch.ones(values)}
+    given = {"deepseek2.attention.head_count": 2, "deepseek2.attention.kv_lora_rank": 32}
+    path = tmp_path / "model.gguf"
+    write(path, "deepseek2", given, tensors)
+    with pytest.raises(CheckpointError, match=r"attn_k_b.weight in model.gguf: .* are not 2 heads of keys and values"):
+        named_tensors(open_parts([path]))
+    write(path, "deepseek2", given, {"blk.0.attn_k_b.weight": torch.ones(2, 32, 16)})
+    with pytest.raises(CheckpointError, match="blk.0.attn_v_b.weight is not there"):
+        named_tensors(open_parts([path]))
+
+
 UNLIKE = {
     "rows": ({"blk.0.attn_qkv.weight": torch.ones(600, 32)}, {}, r"attn_qkv.weight in .*600 rows are neither 512"),
     "columns": ({"blk.0.ssm_out.weight": torch.ones(8, 256)}, {}, r"ssm_out.weight in .*a column for each of 512"),

@@ -247,7 +247,49 @@ def test_all_dropped_keys_are_in_one_error(config_of):
         config_of("qwen3", keys)
 
 
+MLA = {
+    "attention.key_length": 48, "attention.value_length": 32, "rope.dimension_count": 16, "attention.kv_lora_rank": 32,
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
+}  # fmt: skip
+BIASED = {"token_embd.weight": torch.ones(32, 64), "blk.1.exp_probs_b.bias": torch.ones(4)}
+
+
+def test_the_gate_of_deepseek2(config_of):
+    """A softmax unless the file says otherwise, or has a bias for the choice of experts."""
+    assert config_of("deepseek2", MLA)["model_type"] == "deepseek_v2"
+    assert config_of("deepseek2", MLA, BIASED)["model_type"] == "deepseek_v3"
+    assert config_of("deepseek2", MLA | {"expert_gating_func": 2})["model_type"] == "deepseek_v3"
+    with pytest.raises(CheckpointError, match="deepseek2.expert_gating_func is 1; possible: 2, sigmoid"):
+        config_of("deepseek2", MLA | {"expert_gating_func": 1}, BIASED)
+
+
+def test_layers_for_further_tokens(config_of):
+    config = config_of("glm4moe", EXPERTS | {"nextn_predict_layers": 1})
+    assert config["num_hidden_layers"] == 3
+    with pytest.raises(CheckpointError, match="glm4moe.nextn_predict_layers is 4; possible: less than block_count, 4"):
+        config_of("glm4moe", EXPERTS | {"nextn_predict_layers": 4})
+
+
 REFUSED = {
+    "a gate": ("glm4moe", EXPERTS | {"expert_gating_func": 3}, "expert_gating_func is 3; possible: 2, sigmoid"),
+    "a gate of lfm2moe": (
+        "lfm2moe", EXPERTS | {"expert_gating_func": 1}, "lfm2moe.expert_gating_func is 1; possible: 2, a sigmoid"
+    ),
+    "weights of a softmax": ("deepseek2", MLA | {"expert_weights_norm": True}, "expert_weights_norm is True; possible"),
+    "a latent's keys": (
+        "deepseek2", MLA | {"rope.dimension_count": 48}, "rope.dimension_count is 48; possible: less than 48"
+    ),
+    "a temperature": (
+        "deepseek2", MLA | {"attention.temperature_scale": 0.5}, "attention.temperature_scale is 0.5 (possible: 0)"
+    ),
+    "pictures of glm4": ("glm4", {"rope.dimension_sections": [4, 2, 2]}, "dimension_sections is [4, 2, 2]"),
+    "values of qwen35": (
+        "qwen35", {"ssm.inner_size": 65, "ssm.time_step_rank": 4},
+        "qwen35.ssm.inner_size is 65; possible: a multiple of ssm.time_step_rank, 4",
+    ),
+    "a word for heads": (
+        "qwen35", {"ssm.inner_size": 64, "ssm.time_step_rank": "x"}, "ssm.time_step_rank is 'x'; possible: a whole"
+    ),
     "part of a head": ("llama", {"rope.dimension_count": 8}, "rope.dimension_count is 8 (possible: 16)"),
     "more than a head": (
         "stablelm", {"rope.dimension_count": 32, "attention.layer_norm_epsilon": 1e-5}, "rope.dimension_count is 32"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.weights.gguf.cases.hybrids import HYBRIDS
+from tests.weights.gguf.cases.mixtures import MIXTURES
 from tests.weights.gguf.cases.plain import PLAIN
 
-CASES = PLAIN | HYBRIDS
+CASES = PLAIN | HYBRIDS | MIXTURES

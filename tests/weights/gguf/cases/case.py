@@ -37,9 +37,8 @@ class Case:
     """`changes` of a config of `model_type`; the names of tensors in a layer; and more keys of the file.
 
     `written`: changes the tensors, by their names in the file, to what the converter writes. `top`: names outside of
-    layers. `unlike`: keys of the config that are other numbers of the same model. `formats`: those of the
-    plan whatever the matrices have. `layer_norm`: whether a `norm` that
-    does not say `rms` is one; `codes`: the type of matrices in a quantized file.
+    layers. `layer_norm`: whether a `norm` that does not say `rms` is one. `codes`: the type of matrices in a quantized
+    file. `dequantized`: a matrix whose codes are not kept, as the plan says.
     """
 
     architecture: str
@@ -53,6 +52,5 @@ class Case:
     layer_norm: bool = True
     written: Callable[[Tensors, Any], None] = lambda tensors, config: None
     top: Mapping[str, str] = field(default_factory=dict)
-    unlike: tuple[str, ...] = ()
-    formats: frozenset[str] = frozenset()
     codes: str = "Q8_0"
+    dequantized: str = ""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from tests.weights.gguf.cases.case import EXPERTS, GEMMA, LAYER, QWEN_MOE, Case
 
+GLM4 = GEMMA | {
+    "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm",
+}  # fmt: skip
 MIXTRAL = LAYER | {"mlp.gate": "ffn_gate_inp"}
 YARN = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 32}
 PLAIN = {
@@ -56,6 +60,7 @@ PLAIN = {
         LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
         {"pad_token_id": 0, "original_max_position_embeddings": 128},
     ),
+    "glm4": Case("glm4", "glm4", GLM4, {"head_dim": 32, "attention_bias": True}),
     "olmo2": Case("olmo2", "olmo2", GEMMA),
     "starcoder2": Case(
         "starcoder2", "starcoder2", LAYER | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, norm="norm_epsilon"

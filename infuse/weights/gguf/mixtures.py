@@ -1,0 +1,97 @@
+"""Configs of models with routed and shared experts whose first layers have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from infuse.weights.gguf.metadata import Metadata
+from infuse.weights.gguf.rotary import partly_rotated, rotation
+from infuse.weights.gguf.settings import SIGMOID, SOFTMAX, causal_lm
+
+_BIAS = "exp_probs_b.bias"
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
+
+def _glm4moe(meta: Metadata) -> dict[str, Any]:
+    _gate(meta, (SIGMOID,), SIGMOID)
+    return (
+        {
+            "model_type": "glm4_moe",
+            "use_qk_norm": meta.has_in_a_layer("attn_q_norm.weight"),
+            "attention_bias": meta.has_in_a_layer("attn_q.bias"),
+            "rope_parameters": partly_rotated(meta),
+            "norm_topk_prob": meta.get("expert_weights_norm", False),
+        }
+        | _experts(meta)
+        | causal_lm("Glm4Moe")
+    )
+
+
+def _deepseek2(meta: Metadata) -> dict[str, Any]:
+    biased = meta.has_in_a_layer(_BIAS)
+    gate = _gate(meta, (SIGMOID,) if biased else (SIGMOID, SOFTMAX), SIGMOID if biased else SOFTMAX)
+    latent = _latent(meta)
+    normed = meta.get("expert_weights_norm", False)
+    if gate == SIGMOID or not meta.get("expert_count", 0):
+        own = {"model_type": "deepseek_v3", "norm_topk_prob": normed, "rope_interleave": True}
+        return own | latent | _experts(meta) | causal_lm("DeepseekV3")
+    if normed:
+        raise meta.fault("expert_weights_norm", normed, f"false, or expert_gating_func {SIGMOID}, a sigmoid")
+    shared = _experts(meta)
+    method = "greedy" if shared["n_group"] == 1 else "group_limited_greedy"
+    return {"model_type": "deepseek_v2", "topk_method": method} | latent | shared | causal_lm("DeepseekV2")
+
+
+def _latent(meta: Metadata) -> dict[str, Any]:
+    """Widths of latent attention: files name those of plain keys and values, and newer ones also those of latents."""
+    key = meta.get("attention.key_length_mla", 0) or meta.get("attention.key_length")
+    value = meta.get("attention.value_length_mla", 0) or meta.get("attention.value_length")
+    rotated = meta.get("rope.dimension_count")
+    if rotated >= key:
+        raise meta.fault("rope.dimension_count", rotated, f"less than {key}, the width of a head's keys")
+    parameters = rotation(meta)
+    if parameters["rope_type"] == "yarn" and (multiplier := meta.get(_LOG_MULTIPLIER, 0.0)):
+        # The converter multiplied by 0.1 in float32; llama.cpp takes both multipliers of the config for one.
+        parameters = {name: one for name, one in parameters.items() if name != "attention_factor"}
+        parameters["mscale"] = parameters["mscale_all_dim"] = round(multiplier * 10, 6)
+    return {
+        "num_key_value_heads": meta.get("attention.head_count"),
+        "head_dim": rotated,
+        "q_lora_rank": meta.get("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": meta.get("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "rope_parameters": parameters,
+        "attention_bias": meta.has_in_a_layer("attn_kv_a_mqa.bias"),
+    }
+
+
+def _experts(meta: Metadata) -> dict[str, Any]:
+    """Numbers and width of experts, as DeepSeek's configs call them."""
+    return {
+        "n_routed_experts": meta.get("expert_count", 0) or None,
+        "num_experts_per_tok": meta.get("expert_used_count", 0) or None,
+        "n_shared_experts": meta.get("expert_shared_count", 0),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
+        "n_group": meta.get("expert_group_count", 0) or 1,
+        "topk_group": meta.get("expert_group_used_count", 0) or 1,
+        "routed_scaling_factor": meta.get("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
+def _gate(meta: Metadata, possible: tuple[int, ...], default: int) -> int:
+    """The function that makes weights of the router's logits."""
+    gate: int = meta.get("expert_gating_func", 0) or default
+    if gate not in possible:
+        names = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
+        raise meta.fault("expert_gating_func", gate, " or ".join(f"{one}, {names[one]}" for one in possible))
+    return gate
+
+
+MIXTURES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType({
+    "glm4moe": _glm4moe, "deepseek2": _deepseek2,
+})  # fmt: skip
