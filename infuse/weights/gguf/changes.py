@@ -47,11 +47,10 @@ Joining = Callable[[list[LazyTensor], Sizes], LazyTensor]
 
 
 def vector(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
-    """A tensor with one axis of more than one entry."""
-    long = [length for length in tensor.shape if length > 1] or [1]
-    if len(long) > 1 or tensor.coded is not None:
-        raise Unlike(f"{tensor.shape} is no vector of plain numbers")
-    return tensor if len(tensor.shape) == 1 else Viewed(tensor, (long[0],))
+    """All numbers along one axis."""
+    if tensor.coded is not None:
+        raise Unlike("is not in plain numbers")
+    return tensor if len(tensor.shape) == 1 else Viewed(tensor, (math.prod(tensor.shape),))
 
 
 def convolution(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
@@ -139,6 +138,13 @@ def by_key_head(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:
             for source, first, rows in parts
         ],
     )
+
+
+def one_below_the_other(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:
+    """Matrices with the same inputs as one matrix."""
+    if len({tensor.shape[1:] for tensor in tensors}) > 1 or len(tensors[0].shape) != 2:
+        raise Unlike(f"{' and '.join(str(tensor.shape) for tensor in tensors)} have not the same inputs")
+    return Joined.of(dict(enumerate(tensors)))
 
 
 def by_latent_head(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:

@@ -17,22 +17,23 @@ from infuse.weights.gguf.hybrids import HYBRIDS
 from infuse.weights.gguf.metadata import DEFAULT_BASE, PATTERN, Metadata, layer_of
 from infuse.weights.gguf.mixtures import MIXTURES
 from infuse.weights.gguf.rotary import FACTORS, has_factors, partly_rotated, rotation
-from infuse.weights.gguf.settings import causal_lm, experts, layer_types
+from infuse.weights.gguf.settings import causal_lm, experts, granite_scales, layer_types
 
 # Blocks of the models whose queries are scaled by the width of a head as if heads tiled the hidden state; others by the
 # head's own width. The files do not say it: llama.cpp knows these sizes too.
 _GEMMA2_27B_BLOCKS, _GEMMA3_27B_BLOCKS = 46, 62
+_EXAONE4_32B = 4096  # the window of the model with 64 blocks, in llama.cpp too if a file does not say it
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 # Keys that change what a model computes, and the architectures whose configs have a value for them.
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe",
                              "deepseek2"),
-    PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2"),
-    "attention.scale": ("granite",),
-    "logit_scale": ("granite", "command-r", "cohere2"),
-    "embedding_scale": ("granite",),
-    "residual_scale": ("granite",),
-    "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2"),
+    PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2", "exaone4"),
+    "attention.scale": ("granite", "granitehybrid"),
+    "logit_scale": ("granite", "granitehybrid", "command-r", "cohere2"),
+    "embedding_scale": ("granite", "granitehybrid"),
+    "residual_scale": ("granite", "granitehybrid"),
+    "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4"),
     "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": ("gemma2", "gemma3"),
     "expert_weights_scale": ("lfm2moe", "glm4moe", "deepseek2"),
@@ -150,13 +151,7 @@ def _mistral(meta: Metadata) -> dict[str, Any]:
 
 
 def _granite(meta: Metadata) -> dict[str, Any]:
-    return {
-        "embedding_multiplier": meta.get("embedding_scale", 1.0),
-        "residual_multiplier": meta.get("residual_scale", 1.0),
-        "attention_multiplier": meta.get("attention.scale", 1.0),
-        "logits_scaling": meta.get("logit_scale", 1.0),
-        "attention_bias": meta.has("blk.0.attn_q.bias"),
-    } | causal_lm("Granite")
+    return {"attention_bias": meta.has("blk.0.attn_q.bias")} | granite_scales(meta) | causal_lm("Granite")
 
 
 def _biased(name: str) -> Callable[[Metadata], dict[str, Any]]:
@@ -292,6 +287,22 @@ def _glm4(meta: Metadata) -> dict[str, Any]:
     return {"rope_parameters": partly_rotated(meta)} | biased | causal_lm("Glm4")
 
 
+def _ernie4_5(meta: Metadata) -> dict[str, Any]:
+    return {"use_bias": meta.has("blk.0.attn_q.bias")} | causal_lm("Ernie4_5")
+
+
+def _exaone4(meta: Metadata) -> dict[str, Any]:
+    window = meta.get("attention.sliding_window", 0) or (_EXAONE4_32B if meta.get("block_count") == 64 else None)
+    if window is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * meta.layers} | causal_lm("Exaone4")
+    return {"sliding_window": window, "sliding_window_pattern": 4} | layer_types(meta) | causal_lm("Exaone4")
+
+
+def _hunyuan(meta: Metadata) -> dict[str, Any]:
+    own = {"model_type": "hunyuan_v1_dense", "attention_bias": meta.has("blk.0.attn_q.bias")}
+    return own | causal_lm("HunYuanDenseV1")
+
+
 OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -314,6 +325,9 @@ OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingPro
         "starcoder2": _starcoder2,
         "nemotron": _nemotron,
         "glm4": _glm4,
+        "ernie4_5": _ernie4_5,
+        "exaone4": _exaone4,
+        "hunyuan-dense": _hunyuan,
         **HYBRIDS,
         **MIXTURES,
     }

@@ -20,6 +20,7 @@ from infuse.weights.gguf.changes import (
     head_numbers,
     head_values,
     log_decay,
+    one_below_the_other,
     vector,
 )
 
@@ -68,7 +69,7 @@ _DELTA = {
 }
 _DELTA_CHANGES: Mapping[str, Change] = MappingProxyType({
     "attn_qkv": head_values, "attn_gate": head_values, "ssm_beta": head_numbers, "ssm_alpha": head_numbers,
-    "ssm_conv1d": head_convolution, "ssm_a": head_decay, "ssm_dt.bias": head_numbers, "ssm_norm": vector,
+    "ssm_conv1d.weight": head_convolution, "ssm_a": head_decay, "ssm_dt.bias": head_numbers, "ssm_norm": vector,
     "ssm_out": head_columns,
 })  # fmt: skip
 _NEXT = {
@@ -78,7 +79,7 @@ _NEXT = {
     **{leaf: _DELTA[leaf] for leaf in ("ssm_conv1d", "ssm_a", "ssm_dt.bias", "ssm_norm", "ssm_out")},
 }
 _NEXT_CHANGES: Mapping[str, Change] = MappingProxyType({
-    "ssm_conv1d": convolution, "ssm_a": log_decay, "ssm_dt.bias": vector, "ssm_norm": vector,
+    "ssm_conv1d.weight": convolution, "ssm_a": log_decay, "ssm_dt.bias": vector, "ssm_norm": vector,
 })  # fmt: skip
 _LFM2 = {
     "attn_norm": "operator_norm",
@@ -100,6 +101,21 @@ _LFM2 = {
 }
 _LFM2_TOP = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
 _LFM2_EXPERTS = tuple(f"feed_forward.experts.{{}}.w{number}" for number in (1, 3, 2))
+_GRANITE_HYBRID = _LLAMA | {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_MAMBA_CHANGES: Mapping[str, Change] = MappingProxyType({
+    "ssm_conv1d.weight": convolution, "ssm_a": log_decay, "ssm_d": vector, "ssm_norm": vector,
+})  # fmt: skip
 _GLM4 = _LLAMA | {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -141,11 +157,12 @@ class Join:
 class Family:
     """Names within a layer of `general.architecture`. `experts`: of an expert's gate, up and down.
 
+    A name with its kind, such as `ssm_dt.bias`, stands for a whole name. `top`: names outside of layers.
     `permuted`: rows of q and k were permuted. `shifted`: 1 was added to norms. `in_one`: the experts of a layer are two
-    tensors, [experts, inputs, rows], in which gate and up alternate. `by_head`: the name of each head's tensor, by that
-    of the one tensor [heads, width] in the file. `changes`: of values, by the name in the file; norms among them are
-    not `shifted`. `joins`: tensors that the file has in parts. `top`: names outside of layers. A name with its kind,
-    such as `ssm_dt.bias`, stands for a whole name.
+    tensors, [experts, inputs, rows], in which gate and up alternate. `stacked`: they are two tensors, [experts, rows,
+    inputs], gate before up. `by_head`: the name of each head's tensor, by that of the one tensor [heads, width] in the
+    file. `changes`: of values, by the name in the file; norms among them are not `shifted`. `joins`: tensors that the
+    file has in parts.
     """
 
     layer: Mapping[str, str]
@@ -153,6 +170,7 @@ class Family:
     permuted: bool = False
     shifted: bool = False
     in_one: bool = False
+    stacked: bool = False
     by_head: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
     joins: tuple[Join, ...] = ()
@@ -185,8 +203,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
         _QWEN_MOE | _NEXT, _BY_EXPERT, shifted=True, changes=_NEXT_CHANGES,
         joins=(Join("linear_attn.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), by_key_head),),
     ),
-    "lfm2": Family(_LFM2, changes={"shortconv.conv": convolution}, top=_LFM2_TOP),
-    "lfm2moe": Family(_LFM2, _LFM2_EXPERTS, changes={"shortconv.conv": convolution}, top=_LFM2_TOP),
+    "lfm2": Family(_LFM2, changes={"shortconv.conv.weight": convolution}, top=_LFM2_TOP),
+    "lfm2moe": Family(_LFM2, _LFM2_EXPERTS, changes={"shortconv.conv.weight": convolution}, top=_LFM2_TOP),
     "glm4": Family(_GLM4),
     "glm4moe": Family(_LLAMA | _SHARED | {"post_attention_norm": "post_attention_layernorm"}, _BY_EXPERT),
     "deepseek2": Family(
@@ -196,6 +214,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
                  unless="attn_kv_b.weight"),
         ),
     ),
+    "granitehybrid": Family(
+        _GRANITE_HYBRID, ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        permuted=True, stacked=True, changes=_MAMBA_CHANGES,
+        joins=tuple(
+            Join("shared_mlp.input_linear.weight", (f"ffn_gate{leaf}", f"ffn_up{leaf}"), one_below_the_other)
+            for leaf in (".weight", "_shexp.weight")
+        ),
+    ),
+    "ernie4_5": Family(_LLAMA),
+    "exaone4": Family(_LLAMA | {
+        "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+    }),
+    "hunyuan-dense": Family(_LLAMA | {
+        "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+    }),
 })  # fmt: skip
 
 

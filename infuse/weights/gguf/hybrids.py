@@ -8,7 +8,7 @@ from typing import Any
 
 from infuse.weights.gguf.metadata import Metadata
 from infuse.weights.gguf.rotary import partly_rotated
-from infuse.weights.gguf.settings import SIGMOID, causal_lm, experts
+from infuse.weights.gguf.settings import SIGMOID, causal_lm, experts, granite_scales
 
 
 def _qwen35(meta: Metadata) -> dict[str, Any]:
@@ -85,6 +85,36 @@ def _short_convolution(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _granitehybrid(meta: Metadata) -> dict[str, Any]:
+    width, heads = meta.get("ssm.inner_size"), meta.get("ssm.time_step_rank")
+    hidden, count = meta.get("embedding_length"), meta.get("expert_count", 0)
+    if width % hidden or width % heads:
+        raise meta.fault("ssm.inner_size", width, f"a multiple of {hidden}, the hidden size, and of {heads} heads")
+    return (
+        {
+            "model_type": "granitemoehybrid",
+            "num_local_experts": count,
+            "num_experts_per_tok": meta.get("expert_used_count", 0),
+            "intermediate_size": meta.get("expert_feed_forward_length", 0) or meta.get("feed_forward_length"),
+            "shared_intermediate_size": meta.get(f"{'expert_shared_' if count else ''}feed_forward_length"),
+            # llama.cpp's switch of rotation: off in this family's hybrids.
+            "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned", True) else None,
+            "mamba_n_heads": heads,
+            "mamba_n_groups": meta.get("ssm.group_count"),
+            "mamba_d_state": meta.get("ssm.state_size"),
+            "mamba_d_head": width // heads,
+            "mamba_d_conv": meta.get("ssm.conv_kernel"),
+            "mamba_expand": width // hidden,
+            "mamba_conv_bias": meta.has_in_a_layer("ssm_conv1d.bias"),
+            "mamba_proj_bias": meta.has_in_a_layer("ssm_in.bias"),
+            "layer_types": _types(meta, "attn_k.weight", "linear_attention"),
+            "attention_bias": meta.has_in_a_layer("attn_q.bias"),
+        }
+        | granite_scales(meta)
+        | causal_lm("GraniteMoeHybrid")
+    )
+
+
 def _types(meta: Metadata, of_attention: str, other: str) -> list[str]:
     """The type of each layer: those with the tensor `of_attention` have attention."""
     layers = range(meta.layers)
@@ -93,4 +123,5 @@ def _types(meta: Metadata, of_attention: str, other: str) -> list[str]:
 
 HYBRIDS: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType({
     "qwen35": _qwen35, "qwen35moe": _qwen35moe, "qwen3next": _qwen3next, "lfm2": _lfm2, "lfm2moe": _lfm2moe,
+    "granitehybrid": _granitehybrid,
 })  # fmt: skip

@@ -17,7 +17,7 @@ from infuse.weights.gguf.families import TOP, Family, Join, family_of
 from infuse.weights.gguf.file import PLAIN, Entry, GGUFFile
 from infuse.weights.gguf.metadata import DEFAULT_BASE, model_layers
 from infuse.weights.gguf.tensors import Alternating, Frequencies, Shifted, Unpermuted, Viewed, matrix
-from infuse.weights.lazy import FileTensor, LazyTensor, Stacked, Transposed
+from infuse.weights.lazy import FileTensor, Joined, LazyTensor, Stacked, Transposed
 
 Named = Iterator[tuple[str, LazyTensor]]
 
@@ -128,7 +128,7 @@ class _Namer:
                 raise Unlike(f"a norm in {entry.type}")
             wrap = lambda tensor: Shifted(tensor, -1.0)  # noqa: E731
         tensor = matrix(file, name, wrap, factor=self._factor(name))
-        if change := self.family.changes.get(leaf):
+        if change := self.family.changes.get(_in_layer(name), self.family.changes.get(leaf)):
             return change(tensor, self._sizes(name))
         if leaf == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
             return Viewed(tensor, (1, *entry.shape))
@@ -141,6 +141,9 @@ class _Namer:
             raise Unlike(f"{entry.shape} are no experts of {self.architecture}")
         if self.family.in_one:
             yield from self._in_one(name, file, within, leaf, kind)
+            return
+        if self.family.stacked:
+            yield from self._stacked(name, within, leaf)
             return
         count, rows, _ = entry.shape
         leaves = ("gate", "up") if leaf == "gate_up" else (leaf,)
@@ -160,12 +163,7 @@ class _Namer:
             tensor = Stacked(self._matrices(name)) if kind == ".weight" else matrix(file, name)
             yield f"{within}.{down}{suffix}", Transposed(tensor) if kind == ".weight" else tensor
             return
-        gate, up = (name.replace(f"ffn_{leaf}_exps", f"ffn_{one}_exps") for one in ("gate", "up"))
-        if absent := [one for one in (gate, up) if one not in self.held]:
-            raise Unlike(f"{', '.join(absent)} is not there")
-        shapes = {self.held[one].entries[one].shape for one in (gate, up)}
-        if len(shapes) > 1:
-            raise Unlike(f"gate and up are {' and '.join(map(str, sorted(shapes)))}")
+        gate, up = self._gate_and_up(name, leaf)
         if leaf == "up":
             return
         if kind == ".bias":
@@ -174,6 +172,27 @@ class _Namer:
             return
         pairs = zip(self._matrices(gate), self._matrices(up), strict=True)
         yield f"{within}.{gate_up}", Transposed(Stacked([Alternating(*pair) for pair in pairs]))
+
+    def _stacked(self, name: str, within: str, leaf: str) -> Named:
+        """Yield gate and up, one below the other, or down, as a tensor [experts, rows, inputs]."""
+        gate_up, down = self.family.experts
+        if leaf in ("down", "gate_up"):
+            yield f"{within}.{down if leaf == 'down' else gate_up}", Stacked(self._matrices(name))
+            return
+        gate, up = self._gate_and_up(name, leaf)
+        if leaf == "gate":
+            pairs = zip(self._matrices(gate), self._matrices(up), strict=True)
+            yield f"{within}.{gate_up}", Stacked([Joined.of(dict(enumerate(pair))) for pair in pairs])
+
+    def _gate_and_up(self, name: str, leaf: str) -> tuple[str, str]:
+        """The names of both, of which `name` is one; they must be there, and have one shape."""
+        gate, up = (name.replace(f"ffn_{leaf}_exps", f"ffn_{one}_exps") for one in ("gate", "up"))
+        if absent := [one for one in (gate, up) if one not in self.held]:
+            raise Unlike(f"{', '.join(absent)} is not there")
+        shapes = {self.held[one].entries[one].shape for one in (gate, up)}
+        if len(shapes) > 1:
+            raise Unlike(f"gate and up are {' and '.join(map(str, sorted(shapes)))}")
+        return gate, up
 
     def _matrices(self, name: str) -> list[LazyTensor]:
         """The matrix of each expert."""
@@ -212,3 +231,8 @@ class _Namer:
         if not isinstance(value, int):
             raise Unlike(f"{self.architecture}.attention.{key} is {value!r:.40}, not a number of heads")
         return value
+
+
+def _in_layer(name: str) -> str:
+    """The name of a layer's tensor without that of the layer."""
+    return name.split(".", 2)[-1]

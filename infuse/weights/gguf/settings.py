@@ -14,6 +14,16 @@ def causal_lm(name: str) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"]}
 
 
+def granite_scales(meta: Metadata) -> dict[str, Any]:
+    """The numbers by which a Granite multiplies."""
+    return {
+        "embedding_multiplier": meta.get("embedding_scale", 1.0),
+        "residual_multiplier": meta.get("residual_scale", 1.0),
+        "attention_multiplier": meta.get("attention.scale", 1.0),
+        "logits_scaling": meta.get("logit_scale", 1.0),
+    }
+
+
 def layer_types(meta: Metadata) -> dict[str, Any]:
     """Which layers have a window, if the file says it: for each layer, or as the period of those without one."""
     if not meta.stores(PATTERN):

@@ -85,6 +85,23 @@ def test_keys_and_values_of_no_latent(tmp_path, keys, values):
         named_tensors(open_parts([path]))
 
 
+HALVES = {
+    "inputs": ({"ffn_gate.weight": (32, 16), "ffn_up.weight": (32, 8)}, r"ffn_gate.weight in .*not the same inputs"),
+    "half": ({"ffn_up.weight": (32, 16)}, r"ffn_up.weight in .*: blk.0.ffn_gate.weight is not there"),
+    "experts": ({"ffn_gate_exps.weight": (2, 8, 16), "ffn_up_exps.weight": (3, 8, 16)}, "gate and up are "),
+    "half of experts": ({"ffn_up_exps.weight": (3, 8, 16)}, "blk.0.ffn_gate_exps.weight is not there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_that_do_not_fit(tmp_path, name):
+    shapes, match = HALVES[name]
+    tensors = {f"blk.0.{leaf}": torch.ones(shape) for leaf, shape in shapes.items()}
+    write(tmp_path / "model.gguf", "granitehybrid", {}, tensors)
+    with pytest.raises(CheckpointError, match=match):
+        named_tensors(open_parts([tmp_path / "model.gguf"]))
+
+
 UNLIKE = {
     "rows": ({"blk.0.attn_qkv.weight": torch.ones(600, 32)}, {}, r"attn_qkv.weight in .*600 rows are neither 512"),
     "columns": ({"blk.0.ssm_out.weight": torch.ones(8, 256)}, {}, r"ssm_out.weight in .*a column for each of 512"),
@@ -97,7 +114,7 @@ UNLIKE = {
         {"blk.0.attn_gate.weight": torch.ones(510, 32)}, {"ssm.inner_size": 510}, "510 values are not 4 heads of one"
     ),
     "no key": ({"blk.0.ssm_a": torch.ones(4)}, {"ssm.time_step_rank": "x"}, "qwen35.ssm.time_step_rank is 'x', not a"),
-    "a matrix": ({"blk.0.ssm_norm.weight": torch.ones(2, 2)}, {}, r"ssm_norm.weight in .*\(2, 2\) is no vector"),
+    "codes": ({"blk.0.ssm_norm.weight": torch.ones(2, 32)}, {"type": "Q8_0"}, r"ssm_norm.weight in .*in plain numbers"),
     "taps": ({"blk.0.ssm_conv1d.weight": torch.ones(576)}, {}, r"ssm_conv1d.weight in .*no convolution"),
 }  # fmt: skip
 

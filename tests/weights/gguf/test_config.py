@@ -283,6 +283,10 @@ REFUSED = {
         "deepseek2", MLA | {"attention.temperature_scale": 0.5}, "attention.temperature_scale is 0.5 (possible: 0)"
     ),
     "pictures of glm4": ("glm4", {"rope.dimension_sections": [4, 2, 2]}, "dimension_sections is [4, 2, 2]"),
+    "values of granitehybrid": (
+        "granitehybrid", {"ssm.inner_size": 96, "ssm.time_step_rank": 4},
+        "granitehybrid.ssm.inner_size is 96; possible: a multiple of 64, the hidden size, and of 4 heads",
+    ),
     "values of qwen35": (
         "qwen35", {"ssm.inner_size": 65, "ssm.time_step_rank": 4},
         "qwen35.ssm.inner_size is 65; possible: a multiple of ssm.time_step_rank, 4",

@@ -81,6 +81,24 @@ def without_middle_axis(tensors: Tensors, config: Any) -> None:
         tensors[name] = tensor.squeeze(1) if "shortconv.conv" in name else tensor
 
 
+def mamba_written(tensors: Tensors, config: Any) -> None:
+    shared = "_shexp" if config.num_local_experts else ""
+    for name, tensor in list(tensors.items()):
+        leaf = name.split(".", 2)[-1]
+        if leaf == "ssm_conv1d.weight":
+            tensors[name] = tensor.squeeze(1)
+        elif leaf == "ssm_a":
+            tensors[name] = -tensor.exp().unsqueeze(1)
+        elif leaf == "ssm_d":
+            tensors[name] = tensor.unsqueeze(1)
+        elif leaf == "ssm_norm.weight":
+            tensors[name] = tensor.view(config.mamba_n_groups, -1)
+        elif leaf == "ffn_gate_up.weight":
+            del tensors[name]
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                tensors[name.replace("ffn_gate_up", f"ffn_{part}{shared}")] = rows
+
+
 def further_token(tensors: Tensors, config: Any) -> None:
     """As `delta_written`, with a layer that predicts a further token."""
     delta_written(tensors, config)
@@ -107,6 +125,22 @@ LFM2 = {
 LFM2_TOP = {"model.embedding_norm": "token_embd_norm"}
 LFM2_SIZES = dict(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"])
 LFM2_KEYS = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2]}
+
+GRANITE = LAYER | {
+    "mamba.in_proj": "ssm_in", "mamba.conv1d": "ssm_conv1d", "mamba.A_log": "ssm_a", "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias", "mamba.norm": "ssm_norm", "mamba.out_proj": "ssm_out",
+    "block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.input_linear": "ffn_gate_up",
+}  # fmt: skip
+GRANITE_SIZES = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_n_heads=8,
+    mamba_d_head=16, mamba_d_state=16, mamba_expand=2, embedding_multiplier=3.0, residual_multiplier=0.5,
+    attention_multiplier=0.25, logits_scaling=2.0,
+)  # fmt: skip
+GRANITE_KEYS = {
+    "attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False, "ssm.conv_kernel": 4, "ssm.state_size": 16,
+    "ssm.time_step_rank": 8, "ssm.inner_size": 128, "embedding_scale": 3.0, "residual_scale": 0.5,
+    "attention.scale": 0.25, "logit_scale": 2.0,
+}  # fmt: skip
 
 HYBRIDS = {
     "qwen35": Case(
@@ -141,6 +175,21 @@ HYBRIDS = {
     "qwen3next of older files": Case(
         "qwen3next", "qwen3_next", NEXT, DELTA_SIZES | QWEN_EXPERTS,
         DELTA_KEYS | EXPERTS | {"expert_feed_forward_length": 32}, shifted=True, written=former_next_written,
+    ),
+    "granitehybrid": Case(
+        "granitehybrid", "granitemoehybrid", GRANITE | {"shared_mlp.output_linear": "ffn_down"},
+        GRANITE_SIZES
+        | dict(shared_intermediate_size=96, num_local_experts=0, num_experts_per_tok=0, mamba_n_groups=2),
+        GRANITE_KEYS | {"ssm.group_count": 2}, permuted=True, written=mamba_written,
+    ),
+    "granitehybrid with experts and rotation": Case(
+        "granitehybrid", "granitemoehybrid", GRANITE | {"shared_mlp.output_linear": "ffn_down_shexp"},
+        GRANITE_SIZES
+        | dict(shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, mamba_n_groups=1)
+        | dict(position_embedding_type="rope"),
+        GRANITE_KEYS | EXPERTS
+        | {"ssm.group_count": 1, "expert_shared_feed_forward_length": 64, "rope.scaling.finetuned": True},
+        permuted=True, written=mamba_written,
     ),
     "lfm2": Case(
         "lfm2", "lfm2", LFM2, LFM2_SIZES | {"block_auto_adjust_ff_dim": False}, LFM2_KEYS,

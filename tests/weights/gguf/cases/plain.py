@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tests.weights.gguf.cases.case import EXPERTS, GEMMA, LAYER, QWEN_MOE, Case
 
+EXAONE4 = LAYER | {
+    "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 GLM4 = GEMMA | {
     "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
     "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm",
@@ -59,6 +62,19 @@ PLAIN = {
         "phi3", "phi3",
         LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
         {"pad_token_id": 0, "original_max_position_embeddings": 128},
+    ),
+    "ernie4_5": Case("ernie4_5", "ernie4_5", changes={"head_dim": 32, "tie_word_embeddings": True}),
+    "exaone4": Case(
+        "exaone4", "exaone4", EXAONE4, {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8},
+        {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "exaone4 without windows": Case(
+        "exaone4", "exaone4", EXAONE4, {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    ),
+    "hunyuan": Case(
+        "hunyuan-dense", "hunyuan_v1_dense",
+        LAYER | {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+        {"head_dim": 32, "attention_bias": True},
     ),
     "glm4": Case("glm4", "glm4", GLM4, {"head_dim": 32, "attention_bias": True}),
     "olmo2": Case("olmo2", "olmo2", GEMMA),
