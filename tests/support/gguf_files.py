@@ -122,10 +122,11 @@ def renamed(
         path, _, leaf = name.rpartition(".")
         if name in without or (path == "lm_head" and model.config.tie_word_embeddings):
             continue
-        matched = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", path)
-        if matched and f"{matched[2]}.{leaf}" in layer:
-            tensors[f"blk.{matched[1]}.{layer[f'{matched[2]}.{leaf}']}"] = tensor.detach()
+        whole = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if whole and whole[2] in layer:
+            tensors[f"blk.{whole[1]}.{layer[whole[2]]}"] = tensor.detach()
             continue
+        matched = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", path)
         to = f"blk.{matched[1]}.{layer[matched[2]]}" if matched else top[path]
         leaf = {"sinks": "weight"}.get(leaf, leaf)
         tensors[f"{to}.{leaf}"] = tensor.detach()

@@ -13,6 +13,7 @@ from typing import Any
 from infuse.errors import CheckpointError
 from infuse.weights.gguf.families import family_of
 from infuse.weights.gguf.file import GGUFFile
+from infuse.weights.gguf.gemma4 import gemma4
 from infuse.weights.gguf.hybrids import HYBRIDS
 from infuse.weights.gguf.metadata import DEFAULT_BASE, PATTERN, Metadata, layer_of
 from infuse.weights.gguf.mixtures import MIXTURES
@@ -28,14 +29,15 @@ _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_tok
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "rope.dimension_count": ("phi3", "stablelm", "nemotron", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe",
                              "deepseek2"),
-    PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2", "exaone4"),
+    PATTERN: ("gemma2", "gemma3", "gpt-oss", "cohere2", "exaone4", "gemma4"),
     "attention.scale": ("granite", "granitehybrid"),
     "logit_scale": ("granite", "granitehybrid", "command-r", "cohere2"),
     "embedding_scale": ("granite", "granitehybrid"),
     "residual_scale": ("granite", "granitehybrid"),
-    "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4"),
+    "attention.sliding_window": ("mistral", "gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4",
+                                 "gemma4"),
     "attn_logit_softcapping": ("gemma2",),
-    "final_logit_softcapping": ("gemma2", "gemma3"),
+    "final_logit_softcapping": ("gemma2", "gemma3", "gemma4"),
     "expert_weights_scale": ("lfm2moe", "glm4moe", "deepseek2"),
     "attention.temperature_scale": (),
 })  # fmt: skip
@@ -44,6 +46,7 @@ HARMLESS = frozenset((
     "vocab_size", "context_length", "attention.value_length", "feed_forward_length", "expert_feed_forward_length",
     "expert_shared_feed_forward_length", "use_parallel_residual", "tensor_data_layout", "rope.scaling.finetuned",
     "rope.scaling.original_context_length", "attention.recurrent_layers", "full_attention_interval",
+    "attention.value_length_swa",
 ))  # fmt: skip
 _CLOSE = 1e-5  # relative: scales are stored in float32
 
@@ -88,14 +91,15 @@ def _values(meta: Metadata) -> dict[str, Any]:
 
 def _of_all(meta: Metadata) -> dict[str, Any]:
     heads = meta.get("attention.head_count")
+    first = [0] if meta.architecture == "gemma4" else None  # whose layers differ; its own values replace these
     return {
         "model_type": meta.architecture,
         "vocab_size": meta.rows("token_embd.weight") or meta.get("vocab_size"),
         "hidden_size": meta.get("embedding_length"),
-        "intermediate_size": meta.get("feed_forward_length", 0) or meta.get("expert_feed_forward_length"),
+        "intermediate_size": meta.get("feed_forward_length", 0, first) or meta.get("expert_feed_forward_length"),
         "num_hidden_layers": meta.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.get("attention.head_count_kv", heads, first),
         "head_dim": meta.head_dim,
         "max_position_embeddings": meta.get("context_length"),
         "tie_word_embeddings": not meta.has("output.weight"),
@@ -324,6 +328,7 @@ OF_ARCHITECTURE: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingPro
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
         "nemotron": _nemotron,
+        "gemma4": gemma4,
         "glm4": _glm4,
         "ernie4_5": _ernie4_5,
         "exaone4": _exaone4,

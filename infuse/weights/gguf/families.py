@@ -116,6 +116,23 @@ _GRANITE_HYBRID = _LLAMA | {
 _MAMBA_CHANGES: Mapping[str, Change] = MappingProxyType({
     "ssm_conv1d.weight": convolution, "ssm_a": log_decay, "ssm_d": vector, "ssm_norm": vector,
 })  # fmt: skip
+_GEMMA4 = _GEMMA2 | {
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+_GEMMA4_TOP = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _GLM4 = _LLAMA | {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -222,6 +239,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
             for leaf in (".weight", "_shexp.weight")
         ),
     ),
+    "gemma4": Family(_GEMMA4, ("experts.gate_up_proj", "experts.down_proj"), stacked=True, top=_GEMMA4_TOP),
     "ernie4_5": Family(_LLAMA),
     "exaone4": Family(_LLAMA | {
         "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",

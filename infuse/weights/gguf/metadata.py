@@ -52,12 +52,14 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
         ("embedding_length", "context_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
          "rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank",
          "ssm.inner_size", "shortconv.l_cache", "attention.value_length_mla", "attention.key_length_mla",
-         "attention.kv_lora_rank", "attention.value_length"), _COUNT
+         "attention.kv_lora_rank", "attention.value_length", "attention.key_length_swa",
+         "rope.dimension_count_swa"), _COUNT
     ),
     **dict.fromkeys(
         ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count",
          "expert_used_count", "expert_shared_count", "expert_group_count", "expert_group_used_count",
          "expert_gating_func", "leading_dense_block_count", "attention.q_lora_rank", "attention.key_length",
+         "attention.shared_kv_layers", "embedding_length_per_layer_input",
          "attention.sliding_window", "rope.scaling.original_context_length", NEXT, PATTERN), _ANY_COUNT
     ),
     **dict.fromkeys(
@@ -107,8 +109,10 @@ class Metadata:
     def has_in_a_layer(self, leaf: str) -> bool:
         return any(_LAYER.sub("", name, 1) == leaf for name in self.entries)
 
-    def get(self, key: str, default: Any = _MISSING) -> Any:
+    def get(self, key: str, default: Any = _MISSING, layers: list[int] | None = None) -> Any:
         """The value of `key` of the architecture; a list for each layer must have one value, zeros aside.
+
+        `layers`: those whose values of a list count.
 
         CheckpointError if it is missing and has no default, or is not of the kind and range of that key.
         """
@@ -118,6 +122,7 @@ class Metadata:
                 return default
             raise CheckpointError(f"{self.files[0].path}: has no {self.architecture}.{key}, which the config needs")
         if isinstance(value, list):
+            value = value if layers is None else [value[one] for one in layers if one < len(value)]
             different = {one for one in value if one} or {0}
             if len(different) != 1:
                 told = f"differs between layers: {str(sorted(different)):.80}"

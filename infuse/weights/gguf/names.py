@@ -73,6 +73,8 @@ class _Namer:
             return
         if layer is None:
             if leaf == "rope_freqs":
+                if self.architecture == "gemma4":  # of some layers only; the config says it
+                    return
                 yield FREQUENCIES, self._frequencies(matrix(file, name))
                 return
             names = {**TOP, **self.family.top}
@@ -81,15 +83,15 @@ class _Namer:
         if int(layer) >= self.layers:
             return
         within = f"model.layers.{layer}"
-        if matched_experts := re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", leaf):
+        if f"{leaf}{kind}" in self.family.layer:
+            path = self.family.layer[f"{leaf}{kind}"]
+            yield f"{within}.{path}", self._values(name, file, entry, f"{leaf}{kind}", int(layer))
+        elif matched_experts := re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", leaf):
             yield from self._experts(name, file, entry, within, matched_experts[1], kind)
         elif leaf in self.family.by_head:
             yield from self._heads_of(name, file, entry, f"{within}.{self.family.by_head[leaf]}{kind}")
         elif join := next((one for one in self.family.joins if f"{leaf}{kind}" in one.parts), None):
             yield from self._joined(join, f"blk.{layer}", within, f"{leaf}{kind}")
-        elif f"{leaf}{kind}" in self.family.layer:
-            path = self.family.layer[f"{leaf}{kind}"]
-            yield f"{within}.{path}", self._values(name, file, entry, f"{leaf}{kind}", int(layer))
         elif leaf in self.family.layer:
             yield f"{within}.{self.family.layer[leaf]}{kind}", self._values(name, file, entry, leaf, int(layer))
         else:  # belongs to a layer, and the model has no such part

@@ -270,7 +270,28 @@ def test_layers_for_further_tokens(config_of):
         config_of("glm4moe", EXPERTS | {"nextn_predict_layers": 4})
 
 
+GEMMA4 = {
+    "attention.sliding_window": 8, "attention.key_length": 16, "attention.sliding_window_pattern": [True, False] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("factors", ([1.0, 1e30, 1.0, 1e30], [1.0] * 7 + [2.0], [1.0] * 4))
+def test_factors_of_gemma4(config_of, factors):
+    tensors = {"token_embd.weight": torch.ones(32, 64), "rope_freqs.weight": torch.tensor([1.0] * 4 + [1e30] * 4)}
+    whole = config_of("gemma4", GEMMA4, tensors)["rope_parameters"]["full_attention"]
+    assert whole["rope_type"] == "proportional" and whole["partial_rotary_factor"] == 0.5
+    with pytest.raises(CheckpointError, match=r"model.gguf: rope_freqs.weight: \(\d,\) are not 8 factors, first 1 and"):
+        config_of("gemma4", GEMMA4, tensors | {"rope_freqs.weight": torch.tensor(factors)})
+
+
 REFUSED = {
+    "gemma4 without a pattern": ("gemma4", {}, "has no gemma4.attention.sliding_window_pattern for each layer"),
+    "part of a head of gemma4": (
+        "gemma4", GEMMA4 | {"rope.dimension_count_swa": 8}, "rope.dimension_count_swa is 8; possible: 16, the width"
+    ),
+    "heads of gemma4": (
+        "gemma4", GEMMA4 | {"attention.head_count_kv": [2, 1, 4, 1]}, "attention.head_count_kv differs between layers"
+    ),
     "a gate": ("glm4moe", EXPERTS | {"expert_gating_func": 3}, "expert_gating_func is 3; possible: 2, sigmoid"),
     "a gate of lfm2moe": (
         "lfm2moe", EXPERTS | {"expert_gating_func": 1}, "lfm2moe.expert_gating_func is 1; possible: 2, a sigmoid"

@@ -32,8 +32,8 @@ def model_of(case: Case) -> Any:
             if "norm" in name and not case.shifted:
                 parameter.add_(1)
     for name, buffer in model.named_buffers():
-        if name.endswith("bias"):
-            buffer.normal_(0, 0.1)
+        if name.endswith(("bias", "layer_scalar")):
+            buffer.normal_(float(name.endswith("scalar")), 0.1)
     return model
 
 
@@ -45,18 +45,23 @@ def keys_of(case: Case, config: Any) -> dict[str, Any]:
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": value_of(config, "num_key_value_heads"),
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         f"attention.layer_norm_{kind}epsilon": getattr(config, case.norm),
-        **case.keys,
     }
-    head_dim = getattr(config, "head_dim", None)
+    head_dim = value_of(config, "head_dim")
     if head_dim and head_dim != config.hidden_size // config.num_attention_heads:
         keys["attention.key_length"] = keys["attention.value_length"] = head_dim
     partial = rope.get("full_attention", rope).get("partial_rotary_factor", 1.0)
     keys["rope.dimension_count"] = int(partial * (head_dim or config.hidden_size // config.num_attention_heads))
     ids = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.padding_token_id": 0}
-    return {f"{case.architecture}.{key}": value for key, value in keys.items()} | ids
+    return {f"{case.architecture}.{key}": value for key, value in {**keys, **case.keys}.items()} | ids
+
+
+def value_of(config: Any, key: str) -> Any:
+    """A value of a config, whose layers may have another one."""
+    values = config.to_dict()
+    return values[key] if key in values else getattr(config, key, None)
 
 
 def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
@@ -70,7 +75,7 @@ def tensors_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
         target = f"blk.{layer}.attn_{leaf}_norm.weight"
         tensors[target] = torch.cat([*([tensors[target]] if target in tensors else []), tensor[None]])
     for name, tensor in tensors.items():
-        heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+        heads = {"attn_q": model.config.num_attention_heads, "attn_k": value_of(model.config, "num_key_value_heads")}
         if case.permuted and name.split(".")[2:3] and name.split(".")[2] in heads:
             tensors[name] = permuted(tensor, heads[name.split(".")[2]])
         if case.shifted and name.endswith("norm.weight") and "ssm_norm" not in name:
@@ -106,7 +111,7 @@ def test_config_and_logits(tmp_path, name):
     write(path, case.architecture, keys_of(case, model.config), tensors_of(case, model))
     config, further = made_config(path), case.keys.get("nextn_predict_layers", 0)
     for key in {**SIZES, **case.changes}:
-        same = getattr(config, key) == getattr(model.config, key)
+        same = value_of(config, key) == value_of(model.config, key)
         assert same or key == "rope_parameters", key
     assert config.architectures == [type_name(model)]
     engine = loaded(path)
@@ -134,8 +139,9 @@ def test_codes_are_taken_as_they_are(tmp_path, name):
 
 
 def loaded(path) -> Any:
+    config = made_config(path)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(made_config(path))
+        empty = AutoModelForCausalLM.from_config(config)
     return infuse.init_inference(
         empty.eval(), checkpoint=str(path), dtype=torch.float32, replace_with_kernel_inject=True
     )
