@@ -53,6 +53,13 @@ def vector(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
     return tensor if len(tensor.shape) == 1 else Viewed(tensor, (math.prod(tensor.shape),))
 
 
+def row(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
+    """All numbers as one row, [1, numbers]."""
+    if tensor.coded is not None:
+        raise Unlike("is not in plain numbers")
+    return Viewed(tensor, (1, math.prod(tensor.shape)))
+
+
 def convolution(tensor: LazyTensor, sizes: Sizes) -> LazyTensor:
     """[channels, taps] as [channels, 1, taps]."""
     if len(tensor.shape) != 2 or tensor.coded is not None:

@@ -21,6 +21,7 @@ from infuse.weights.gguf.changes import (
     head_values,
     log_decay,
     one_below_the_other,
+    row,
     vector,
 )
 
@@ -241,6 +242,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     ),
     "gemma4": Family(_GEMMA4, ("experts.gate_up_proj", "experts.down_proj"), stacked=True, top=_GEMMA4_TOP),
     "ernie4_5": Family(_LLAMA),
+    "ernie4_5-moe": Family(
+        _LLAMA | _SHARED | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}, _BY_EXPERT,
+        changes={"exp_probs_b.bias": row},
+    ),
     "exaone4": Family(_LLAMA | {
         "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
     }),

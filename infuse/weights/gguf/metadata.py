@@ -53,7 +53,7 @@ KINDS: Mapping[str, _Kind] = MappingProxyType({
          "rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank",
          "ssm.inner_size", "shortconv.l_cache", "attention.value_length_mla", "attention.key_length_mla",
          "attention.kv_lora_rank", "attention.value_length", "attention.key_length_swa",
-         "rope.dimension_count_swa"), _COUNT
+         "interleave_moe_layer_step",         "rope.dimension_count_swa"), _COUNT
     ),
     **dict.fromkeys(
         ("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count",

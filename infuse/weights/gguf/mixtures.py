@@ -44,6 +44,21 @@ def _deepseek2(meta: Metadata) -> dict[str, Any]:
     return {"model_type": "deepseek_v2", "topk_method": method} | latent | shared | causal_lm("DeepseekV2")
 
 
+def _ernie4_5_moe(meta: Metadata) -> dict[str, Any]:
+    _gate(meta, (SOFTMAX,), SOFTMAX)
+    return {
+        "model_type": "ernie4_5_moe",
+        "use_bias": meta.has("blk.0.attn_q.bias"),
+        "moe_num_experts": meta.get("expert_count"),
+        "moe_k": meta.get("expert_used_count"),
+        "moe_num_shared_experts": meta.get("expert_shared_count", 0),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+        "moe_layer_start_index": meta.get("leading_dense_block_count", 0),
+        "moe_layer_end_index": meta.layers - 1,
+        "moe_layer_interval": meta.get("interleave_moe_layer_step", 1),
+    } | causal_lm("Ernie4_5_Moe")
+
+
 def _latent(meta: Metadata) -> dict[str, Any]:
     """Widths of latent attention: files name those of plain keys and values, and newer ones also those of latents."""
     key = meta.get("attention.key_length_mla", 0) or meta.get("attention.key_length")
@@ -93,5 +108,5 @@ def _gate(meta: Metadata, possible: tuple[int, ...], default: int) -> int:
 
 
 MIXTURES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = MappingProxyType({
-    "glm4moe": _glm4moe, "deepseek2": _deepseek2,
+    "glm4moe": _glm4moe, "deepseek2": _deepseek2, "ernie4_5-moe": _ernie4_5_moe,
 })  # fmt: skip

@@ -12,6 +12,7 @@ SHARED = LAYER | {
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 GLM4_MOE = SHARED | {"post_attention_layernorm": "post_attention_norm"}
+ERNIE = SHARED | {"mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias"}
 LATENT = SHARED | {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
@@ -49,6 +50,12 @@ YARN_KEYS = {
 }  # fmt: skip
 
 
+def in_a_row(tensors: Tensors, config: Any) -> None:
+    """Biases for the choice of experts without the axis of one entry, as in some files."""
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.flatten() if name.endswith("exp_probs_b.bias") else tensor
+
+
 def in_two_parts(tensors: Tensors, config: Any) -> None:
     """What makes keys and values of the latent: keys transposed, and values."""
     for name, tensor in list(tensors.items()):
@@ -71,6 +78,18 @@ MIXTURES = {
         "glm4moe", "glm4_moe", GLM4_MOE,
         MIXTURE_SIZES | dict(head_dim=32, n_group=2, topk_group=1, use_qk_norm=True, attention_bias=True),
         MIXTURE_KEYS | SIGMOID | GROUPS,
+    ),
+    "ernie4_5-moe": Case(
+        "ernie4_5-moe", "ernie4_5_moe", ERNIE,
+        dict(
+            num_hidden_layers=3, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2,
+            moe_layer_start_index=1, moe_layer_end_index=2, tie_word_embeddings=True,
+        ),
+        EXPERTS | {
+            "expert_feed_forward_length": 32, "expert_shared_count": 2, "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": 48,
+        },
+        written=in_a_row,
     ),
     "deepseek2": Case(
         "deepseek2", "deepseek_v3", LATENT, LATENT_SIZES | dict(n_group=2, topk_group=1),
