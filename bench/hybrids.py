@@ -2,6 +2,8 @@
 
     python bench/hybrids.py [--models qwen3_5 granite lfm2] [--formats bfloat16 int8 int4] [--contexts 128 32768]
                             [--batches 1 8] [--prompt 2048] [--tokens 48] [--plain] [--out FILE.md]
+    python bench/hybrids.py --models qwen3_5 --save FOLDER    # for llama.cpp's convert_hf_to_gguf.py
+    python bench/hybrids.py --gguf FOLDER/model.gguf          # beside ik_llama.cpp on the same file
 
 Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B. A
 token's bound are the bytes of weights (of mixtures: those of the chosen experts), states and cached keys and values
@@ -16,6 +18,7 @@ import argparse
 import math
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,8 +33,10 @@ import infuse
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.state_attention import LinearAttentionShape
+from infuse.cli.gguf_file import read_gguf_config
 from infuse.profile.probe import MemoryReader, matmul_rate
-from report import markdown, show
+from peers import PROGRAM, Peer, ours, prefill
+from report import in_turns, markdown, show
 
 _COMMON = dict(vocab_size=65536, max_position_embeddings=65536, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
@@ -232,6 +237,34 @@ def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table, re
     _row(prefill, name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
 
 
+def beside(path: Path, args: argparse.Namespace) -> Table:
+    """Seconds of infuse and ik_llama.cpp on a GGUF file, in turns: a prompt, and steps of each batch."""
+    batch, tokens = max(args.batches), max(args.prompt, args.contexts[0]) + args.tokens + 1
+    with torch.device("meta"):
+        model = t.AutoModelForCausalLM.from_config(read_gguf_config((path,)))
+    engine = infuse.init_inference(model, dtype=torch.bfloat16, checkpoint=str(path), progress=False)
+    engine.module.generation_config.eos_token_id = None
+    told = ["ik_llama.cpp", path.suffix, "none", path.parent, batch, tokens]
+    peer = Peer([sys.executable, str(PROGRAM), *map(str, told)])
+    if peer.why:
+        raise SystemExit(peer.why)
+    runs = {"infuse": ours(engine.module), "ik_llama.cpp": peer}
+    firsts = in_turns([partial(prefill, run, args.prompt) for run in runs.values()], args.repeats)
+    rows = {name: [name, f"{median(seconds):.2f}"] for name, seconds in zip(runs, firsts, strict=True)}
+    for each in args.batches:
+        ids = torch.randint(5, 60000, (each, args.contexts[0]))
+        one, more = (
+            in_turns([partial(run, ids, new) for run in runs.values()], args.repeats) for new in (1, 1 + args.tokens)
+        )
+        for name, a, b in zip(runs, one, more, strict=True):
+            rows[name].append(f"{1e3 * (median(b) - median(a)) / args.tokens:.2f}")
+    peer.close()
+    table = Table(path.name, f"prompt of {args.prompt}, s", *(f"batch {each}, ms a step" for each in args.batches))
+    for row in rows.values():
+        table.add_row(*row)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -242,8 +275,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="time transformers, too")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the models there, and measure nothing")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="measure this file alone")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
+    if args.gguf is not None:
+        return show(markdown(beside(args.gguf, args), "A GGUF file, infuse and ik_llama.cpp"), args.out)
+    if args.save is not None:
+        for name in args.models:
+            made(name).save_pretrained(args.save / name)
+        return None
     decode = Table("model", "format", "batch", "context", "ms a step", "MB", "GB/s", "of the bandwidth", "of batch 1")
     prefill = Table("model", "format", "tokens", "ms", "10^12 operations", "10^9/s", "of the matmul rate")
     reader = MemoryReader(size_bytes=1 << 28)
