@@ -1,6 +1,6 @@
 """Encoder-decoders: the encoder and the steps of an answer, beside transformers in bfloat16.
 
-    python bench/seq2seq.py [--models t5-small t5-base opus-mt whisper-tiny whisper-base whisper-small]
+    python bench/seq2seq.py [--models t5-small t5-base opus-mt t5gemma2-270m whisper-tiny whisper-base ...]
                             [--formats bfloat16 int8 int8:a8 int8+kv] [--ctranslate2] [--beams 4] [--tokens 32]
                             [--rounds 5] [--out FILE.md]
 
@@ -54,8 +54,19 @@ def _whisper(width: int, layers: int) -> Callable[[], Any]:
     return lambda: t.WhisperForConditionalGeneration(config)
 
 
+def _t5gemma2() -> Any:
+    text = dict(hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
+                num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256, vocab_size=65536,
+                sliding_window=512)  # fmt: skip
+    pictures = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    tokens = dict(image_token_index=65000, eoi_token_index=65001)
+    encoder = dict(text_config=text, vision_config=pictures, boi_token_index=65002, **tokens)
+    return t.T5Gemma2ForConditionalGeneration(t.T5Gemma2Config(encoder=encoder, decoder=text, **tokens))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "t5-small": _t5(512, 6, 8, 2048), "t5-base": _t5(768, 12, 12, 3072), "opus-mt": _opus_mt,
+    "t5gemma2-270m": _t5gemma2,
     "whisper-tiny": _whisper(384, 4), "whisper-base": _whisper(512, 6), "whisper-small": _whisper(768, 12),
 }  # fmt: skip
 
@@ -92,6 +103,8 @@ def bytes_of_token(name: str, model: Any, bytes_of_state: int) -> int:
     owned = {id(each) for each in (*head.parameters(), *head.buffers())}
     read = sum(each.nbytes for key, each in tensors.items() if key not in table or key in owned)
     config, states = model.config, 1500 if name.startswith("whisper") else SENTENCE
+    if (own := getattr(config, "decoder", None)) is not None:
+        return read + own.num_hidden_layers * 2 * states * own.num_key_value_heads * own.head_dim * bytes_of_state
     layers = getattr(config, "decoder_layers", None) or config.num_decoder_layers
     width = getattr(config, "d_kv", 0) * getattr(config, "num_heads", 0) or config.d_model
     return read + layers * 2 * states * width * bytes_of_state
