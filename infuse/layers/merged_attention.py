@@ -45,10 +45,9 @@ class MergedAttention(Attention):
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         k_RHSD, v_RHSD = of_an_answer(self, inputs, states_BSC, batch, self._of_states)
         states = k_RHSD.shape[2]
-        k, v = (
-            torch.cat((values_of(own, q.dtype), theirs.repeat_interleave(batch // len(theirs), 0)), 2)
-            for own, theirs in ((k, k_RHSD), (v, v_RHSD))
-        )
+        if len(k_RHSD) < batch:
+            k_RHSD, v_RHSD = (each.repeat_interleave(batch // len(each), 0) for each in (k_RHSD, v_RHSD))
+        k, v = (torch.cat((values_of(own, q.dtype), of), 2) for own, of in ((k, k_RHSD), (v, v_RHSD)))
         mask, weights = self._mask(inputs, tokens, states, k.shape[2]), None
         if inputs.more is not None:
             self.check_named(inputs.cache, over_ranks=bool(shape.head_counts))
