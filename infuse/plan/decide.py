@@ -432,11 +432,9 @@ class _Walk:
         if unlike and facts.formats.of(name) is not None:
             why = f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"
             self.leave(name, why)
-            if not split:
-                return
         parts = [plain_part(shape, rank, facts.grain) for rank in ranks]
         part, fills, whole = self.chosen(parts, shape, name)
-        if unlike:  # the embedding stays whole, and the head copies its rows
+        if unlike:  # the embedding stays whole; of several ranks' heads each copies its rows
             fills, others = tuple(replace(fill, format=None) for fill in fills), []
         bodies = self.bodies(matrix_ops(fills, part))
         caller = facts.model.get_submodule(name.rpartition(".")[0])

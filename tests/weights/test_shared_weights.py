@@ -4,6 +4,7 @@ change of all.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import infuse
+from infuse.layers.linear import Linear
 from infuse.plan.bytes import parameter_bytes
+from tests.models.encoder_decoders import BY_NAME as PAIRS
+from tests.models.encoder_decoders import made
 from tests.models.families import BY_NAME, inputs
 from tests.models.unknown import make
 from tests.support.over_ranks import TOLERANCE, distance
@@ -115,6 +119,19 @@ def test_what_cannot_stay_shared_is_told() -> None:
     with pytest.warns(UserWarning, match="not shared now"):
         engine = infuse.init_inference(model, dtype="fp32", progress=False)
     assert parameter_bytes(model) == plan.after_bytes and distance(outputs(engine), wanted) < TOLERANCE
+
+
+def test_a_head_that_shares_a_table_of_another_kind_is_replaced_and_not_quantized() -> None:
+    """T5Gemma 2's embedding has a row of its own for one token: the head keeps its plain weight, in our linear."""
+    exact = made(PAIRS["t5gemma2"])
+    model = copy.deepcopy(exact)
+    table = model.get_input_embeddings().weight
+    engine = infuse.init_inference(model, dtype="fp32", quant="int8:16", progress=False)
+    head = engine.module.get_output_embeddings()
+    assert isinstance(head, Linear) and head.weight.data_ptr() == table.data_ptr()
+    assert "which is no plain embedding, so it is not quantized" in str(engine.plan)
+    x = torch.randn(2, 48)
+    assert torch.allclose(head(x), exact.get_output_embeddings()(x), atol=1e-5)
 
 
 def test_tied_models_are_told_nothing() -> None:
