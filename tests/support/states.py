@@ -35,7 +35,7 @@ def ids_of(name: str, batch: int = 2) -> Tensor:
     return inputs(family_of(name), batch=batch, tokens=TOKENS)["input_ids"]
 
 
-def close(found: Tensor, exact: Tensor, allowed: float = TOLERANCE) -> None:
+def close(found: Tensor, exact: Tensor) -> None:
     assert found.shape == exact.shape and found.dtype == exact.dtype
     error = float((found - exact).abs().max() / exact.square().mean().sqrt())
-    assert error < allowed, f"{error:.1e}"
+    assert error < TOLERANCE, f"{error:.1e}"

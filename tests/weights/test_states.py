@@ -124,6 +124,6 @@ def test_adapters(name: str, where: Any) -> None:
 
     original, adapter = adapted(), adapted()
     engine = infer(adapter)
-    close(logits(adapter, name), logits(original, name), allowed=1e-4)  # adapters enlarge what rounds differently
+    close(logits(adapter, name), logits(original, name))
     given = dict(input_ids=ids_of(name), max_new_tokens=6, do_sample=False)
     assert torch.equal(engine.generate(**given), original.generate(**given))

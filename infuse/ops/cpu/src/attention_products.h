@@ -66,22 +66,21 @@ struct Ahead {
 // Lane i of the result is the sum of the lanes of x[i]. Inlined, or the sums would be kept in memory.
 [[gnu::always_inline]] inline Vec sum_each(const Vec (&x)[Vec::width]) {
 #if defined(__AVX512F__)
-  // In its low half the sum of a's halves, in its high one of b's; of pairs, so in each quarter.
+  // Of two registers: the sums of a's halves, then those of b's; of quarters, likewise; of pairs, in each quarter.
   const auto halves = [](Vec a, Vec b) {
     return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a.v, b.v), _mm512_shuffle_f32x4(a.v, b.v, 0x4E));
+  };
+  const auto quarters = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
   };
   const auto pairs = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_mask_blend_ps(0xCCCC, a, b), _mm512_shuffle_ps(a, b, 0x4E));
   };
-  __m512 quads[2];  // quarters 0 and 1 hold partial sums of x[8 j] to x[8 j + 3], the others of the next four
-#pragma GCC unroll 2
-  for (int j = 0; j < 2; ++j) {
-    const Vec* of = x + 8 * j;
-    const __m512 low = pairs(halves(of[0], of[4]), halves(of[1], of[5])),
-        high = pairs(halves(of[2], of[6]), halves(of[3], of[7]));
-    quads[j] = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
-  }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xDD));
+  __m512 quads[4];  // quads[j]: quarter i holds four partial sums of x[4 i + j]
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) quads[j] = quarters(halves(x[j], x[4 + j]), halves(x[8 + j], x[12 + j]));
+  const __m512 low = pairs(quads[0], quads[1]), high = pairs(quads[2], quads[3]);
+  return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
 #elif defined(__AVX2__)
   const auto sum = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
   __m256 quads[2];  // quads[j]: both halves hold partial sums of x[4 j] to x[4 j + 3]
