@@ -340,16 +340,19 @@ def _gemma(path: str) -> Norm:
     return Norm(path, RMS, offset=1.0)
 
 
+_GEMMA: dict[str, Any] = dict(
+    module=_SELF,
+    qkv=_projections(_SELF),
+    out=f"{_SELF}.o_proj",
+    position=Rotary(),
+    kv_heads="num_key_value_heads",
+    scale="scaling",
+)
 T5GEMMA = LayerSpec(
     layer=_M + "t5gemma.modeling_t5gemma.T5GemmaDecoderLayer",
     norm1=_gemma("pre_self_attn_layernorm"),
     attn=Attention(
-        module=_SELF,
-        qkv=_projections(_SELF),
-        out=f"{_SELF}.o_proj",
-        position=Rotary(),
-        kv_heads="num_key_value_heads",
-        scale="scaling",
+        **_GEMMA,
         softcap="attn_logit_softcapping",
         passes=(("sliding_window", "sliding_window"), ("softcap", "attn_logit_softcapping")),
     ),
@@ -369,16 +372,7 @@ T5GEMMA = LayerSpec(
 )  # fmt: skip
 T5GEMMA2 = T5GEMMA.but(
     layer=_M + "t5gemma2.modeling_t5gemma2.T5Gemma2DecoderLayer",
-    attn=MergedAttention(
-        module=_SELF,
-        qkv=_projections(_SELF),
-        out=f"{_SELF}.o_proj",
-        position=Rotary(),
-        kv_heads="num_key_value_heads",
-        scale="scaling",
-        q_norm=_gemma(f"{_SELF}.q_norm"),
-        k_norm=_gemma(f"{_SELF}.k_norm"),
-    ),
+    attn=MergedAttention(**_GEMMA, q_norm=_gemma(f"{_SELF}.q_norm"), k_norm=_gemma(f"{_SELF}.k_norm")),
     residual=SANDWICH,
     more=(),
     program=(),

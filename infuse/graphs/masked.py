@@ -1,6 +1,6 @@
-"""Assignments under a mask inside a graph: `x[mask] = value`, as T5Gemma 2's embedding has one for its special token.
+"""Assignments under a mask inside a graph: `x[mask] = value`, as in T5Gemma 2's embedding, for one token.
 
-PyTorch asks the device how many places the mask has, which no graph can.
+PyTorch asks the device how many places the mask has, which cannot be captured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class MaskedAssignments(TorchFunctionMode):
-    """Context in which such assignments of one value for all places choose in each place."""
+    """Context in which an assignment of one value under a mask selects the old or the new value in each place."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function is Tensor.__setitem__ and (chosen := _chosen(*args)) is not None:
