@@ -1,8 +1,8 @@
 """Everything there is to measure on one NVIDIA GPU, in one command and under eight minutes; random weights made on the
 device.
 
-    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--parts tests encoders denoisers decoders] [--minutes
-    8]
+    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--minutes 8]
+                        [--parts tests encoders denoisers decoders pairs]
 
 Writes the report as Markdown to FILE and all figures as JSON beside it. What does not fit into the time is left out,
 and said.
@@ -35,11 +35,12 @@ from on_gpu import models
 from on_gpu.diffusion import denoisers
 from on_gpu.kernels import Matrix, kernels, matrices
 from on_gpu.models import Plan, Row
+from on_gpu.pairs import pairs
 from on_gpu.runs import Bounds, Budget, bounds
 from report import markdown, show
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("tests", "encoders", "denoisers", "decoders")
+PARTS = ("tests", "encoders", "denoisers", "decoders", "pairs")
 TEST_SECONDS = 120.0
 
 
@@ -79,6 +80,8 @@ def main() -> None:
             look = looks if name == "Llama-3-8B" else lambda format, model: None
             small = plan if name.startswith("Llama") else replace(plan, formats=(), batches=(1,), compiles=False)
             take(models.decoders(small, name, kind, config, bounds=measured, budget=budget, look=look))
+    if "pairs" in args.parts:
+        take(pairs(plan, budget))
     tables = [*row_tables(results["rows"]), *tables]
     remarks = "\n".join(
         [f"device: {device_name(device)}; measured: {measured}", *remarks_of(results, budget, time.monotonic() - start)]
@@ -119,13 +122,14 @@ def planned(args: argparse.Namespace, device: torch.device) -> Plan:
 
 
 def decoders(tiny: bool, quick: bool) -> list[tuple[str, Callable, Any]]:
-    llama, gpt = transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel
+    llama, gpt, hybrid = transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel, transformers.Qwen3_5ForCausalLM
     shapes = [
         ("Llama-3-8B", llama, transformers.LlamaConfig(**(models.TINY if tiny else models.LLAMA_8B))),
         ("Llama-3.2-1B", llama, transformers.LlamaConfig(**(models.TINY if tiny else models.LLAMA_1B))),
+        ("Qwen3.5-1B", hybrid, transformers.Qwen3_5TextConfig(**models.qwen3_5(tiny))),
         ("GPT-2-XL", gpt, transformers.GPT2Config(**(models.TINY_GPT2 if tiny else models.GPT2_XL))),
     ]
-    return shapes[:2] if quick else shapes
+    return shapes[:3] if quick else shapes
 
 
 def recorded(model: Any) -> None:

@@ -44,8 +44,28 @@ TINY = dict(
 TINY_GPT2 = dict(n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=256)
 TINY_BERT = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=256)
 
+
+def qwen3_5(tiny: bool) -> dict[str, Any]:
+    """A hybrid of about 1 B: three layers of gated delta rule, then one of attention; the sizes of bench/hybrids.py."""
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * (1 if tiny else 6)
+    if tiny:
+        heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+        return {**TINY, **heads, "head_dim": 16, "num_hidden_layers": len(kinds), "layer_types": kinds}
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+                 linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128)  # fmt: skip
+    return dict(
+        **heads, hidden_size=1536, intermediate_size=5632, num_hidden_layers=len(kinds), layer_types=kinds,
+        vocab_size=65536, max_position_embeddings=65536,
+    )  # fmt: skip
+
+
 EAGER, COMPILED = "transformers eager", "transformers static cache + compile"
-SECONDS_TO_MAKE = {"Llama-3-8B": 12.0, "Llama-3.2-1B": 5.0, "GPT-2-XL": 6.0}  # a guess, for the budget alone
+SECONDS_TO_MAKE = {
+    "Llama-3-8B": 12.0,
+    "Llama-3.2-1B": 5.0,
+    "GPT-2-XL": 6.0,
+    "Qwen3.5-1B": 12.0,
+}  # a guess, for the budget alone
 
 
 @dataclass
@@ -150,7 +170,9 @@ def _decoder_rows(plan: Plan, name: str, who: str, model: Any, bounds: Bounds, b
     if not compiled:
         tokens = min(plan.prefill_tokens, model.config.max_position_embeddings)
         seconds = prefill_seconds(plan, model, tokens)
-        share = prefill_operations(model.config, tokens) / median(seconds) / bounds.matmul_operations
+        share = None
+        if not hasattr(model.config, "linear_key_head_dim"):  # a rule over a state has other operations
+            share = prefill_operations(model.config, tokens) / median(seconds) / bounds.matmul_operations
         yield Row(name, who, f"prefill {tokens}", median(seconds), (min(seconds), max(seconds)), share=share)
 
 
