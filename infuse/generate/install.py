@@ -46,7 +46,7 @@ from infuse.layers.experts import Experts
 from infuse.layers.linear import has_global_hooks
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import names_ours
-from infuse.layers.slot import StateSlot
+from infuse.layers.recurrence_slot import StateSlot
 from infuse.parallel.group import LOCAL, Group
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' default

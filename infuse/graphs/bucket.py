@@ -1,11 +1,13 @@
-"""Bucket: a KV cache of one batch size and capacity, and the CUDA graphs of decode steps that update it in place.
+"""Bucket: a cache of one batch size and capacity, and the CUDA graphs of decode steps that update it in place.
 
-Steps that read an encoder's states hold these, too. It neither loops nor samples.
+Steps of models with recurrences write their states to where they are, those that read an encoder's hold these, too. It
+neither loops nor samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from infuse.graphs.runner import FirstError, GraphRunner
 from infuse.graphs.signature import Unsupported
 from infuse.layers.cache import KVCache
 from infuse.layers.held_count import HeldCounts
+from infuse.layers.recurrence_slot import StateSlot
 
 _KNOWN_STATES = 16  # most places of states: a batch of ever other shapes would add them without end
 
@@ -38,21 +41,19 @@ class Bucket:
         self.cache = KVCache(capacity_tokens, limit_tokens, format)
         self.limit_tokens = limit_tokens
         self._step = _Step(self.cache, weights)
-        self.graphs = GraphRunner(self._step, backend, state=self._step.state, warn=warn)
+        self.graphs = GraphRunner(self._step, backend, state=self._step.state, warn=warn, undone=self._step.undone)
         self._asked_tokens = capacity_tokens
         self._zero_from = -1  # the storages hold zeros from this token on; -1: unknown
 
     @property
     def batch(self) -> int:
         """Rows of the cache; 0 before the first call."""
-        storage = self._storage()
-        return 0 if storage is None else storage.shape[0]
+        return next((storage.shape[0] for storage in self.cache.storages()), 0)
 
     @property
     def capacity_tokens(self) -> int:
         """Number of tokens that the cache has room for."""
-        storage = self._storage()
-        return self._asked_tokens if storage is None else storage.shape[2]
+        return next((storage.shape[2] for storage in self.cache.token_storages()), self._asked_tokens)
 
     def nbytes(self) -> int:
         """Device memory of the cache and the graphs in bytes."""
@@ -69,10 +70,12 @@ class Bucket:
 
         Graphs are dropped if the addresses have changed.
         """
-        storages = self.cache.storages()
-        addresses = tuple(storage.data_ptr() for storage in storages)
+        self.cache.settle()
+        addresses = tuple(storage.data_ptr() for storage in self.cache.storages())
         if tokens != self._zero_from or addresses != self._step.addresses:
-            for storage in storages:  # attention multiplies masked values by zero, so they must not be NaN or infinite
+            for storage in (
+                self.cache.token_storages()
+            ):  # attention multiplies masked values by zero, so they must not be NaN or infinite
                 storage[:, :, tokens:] = 0
         self._step.addresses = addresses
         self._zero_from = tokens + 1  # the step writes one token, with or without a graph
@@ -104,11 +107,11 @@ class Bucket:
         held, which are not in `inputs`. A replay adds the step's token to the cache's length.
         """
         self.bind(tokens)
-        self._step.forward, self._step.cache_name = forward, cache_name
+        self._step.forward, self._step.cache_name, self._step.room = forward, cache_name, self.capacity_tokens
         places = torch.arange(tokens, tokens + 2, device=self.cache.storages()[0].device)
         output = self.graphs.replay((places, states), inputs)
         if output is not None:
-            for slot in self.cache.layers:
+            for slot in self.cache.held_slots:
                 slot.length = tokens + 1
         return output
 
@@ -117,9 +120,6 @@ class Bucket:
         output[self._step.result_name] = cache
         if given is not None and self._step.shows_states:
             output[SHOWN] = given.states_BLC
-
-    def _storage(self) -> Tensor | None:
-        return next(iter(self.cache.storages()), None)
 
 
 class _Step:
@@ -132,11 +132,23 @@ class _Step:
         self.shows_states = False  # whether the forward returns the encoder's states, too
         self.addresses: tuple[int, ...] = ()  # of the cache's storages
         self.states: dict[Hashable, HeldStates] = {}
+        self.room = 0  # tokens in the cache
         self._weights = weights
 
     def state(self) -> Hashable:
         """State that graphs depend on besides their arguments."""
         return None if self._weights is None else self._weights(), self.addresses
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back what a step writes over: the states of recurrences."""
+        states = [state for slot in self.cache.slots if isinstance(slot, StateSlot) for state in slot.storages]
+        before = [state.clone() for state in states]
+        try:
+            yield
+        finally:
+            for state, earlier in zip(states, before, strict=True):
+                state.copy_(earlier)
 
     def __call__(self, places: Tensor, states: Hashable, **inputs: Any) -> Any:
         """Return the logits, and hidden states of the token.
@@ -145,12 +157,12 @@ class _Step:
         """
         assert self.forward is not None
         model = getattr(self.forward, "__self__", None)
-        foreign = any(slot.filler is None for slot in self.cache.layers)
+        foreign = any(slot.filler is None for slot in self.cache.held_slots)
         if foreign and not getattr(model, "_can_compile_fullgraph", False):
             raise RuntimeError(f"{type(model).__name__} has attentions of its own, which may not mask free room")
         held = None if states is None else self.states[states]
         cache: Any = self.cache if held is None else held.pair(self.cache)
-        self.cache.hold_place(places[0], places[1])
+        self.cache.hold_place(places[0], places[1], self.room)
         try:
             more = {} if held is None else held.arguments()
             with HeldCounts():

@@ -34,7 +34,11 @@ class GraphedCache(KVCache):
         self.bucket: Bucket | None = pool.take(batch, tokens)
         with pool.backend.turn():  # wait for earlier uses of the bucket on other streams
             super().__init__(self.bucket.capacity_tokens, self.bucket.limit_tokens, pool.format)
-        self.layers = self.bucket.cache.layers
+        self._share(self.bucket)
+
+    def _share(self, bucket: Bucket) -> Bucket:
+        self.bucket, self.layers, self.more = bucket, bucket.cache.layers, bucket.cache.more
+        return bucket
 
     @interrupts.held_back()
     def end(self, keep: bool) -> None:
@@ -43,15 +47,13 @@ class GraphedCache(KVCache):
             return
         with self._pool.backend.turn():  # else another stream may overwrite the tokens while they are copied
             bucket, self.bucket, self._states = self.bucket, None, None
-            self.layers = [slot.copied() for slot in bucket.cache.layers] if keep else []
-            self.more = self.more if keep else {}
+            self.layers = [slot.copied() for slot in self.layers] if keep else []
+            self.more = {place: slot.copied() for place, slot in self.more.items()} if keep else {}
             self._pool.give_back(bucket)
 
     @interrupts.held_back()  # else the old bucket could be returned twice
     def _grow(self, bucket: Bucket) -> Bucket:
-        self.bucket = self._pool.grown(bucket)
-        self.layers = self.bucket.cache.layers
-        return self.bucket
+        return self._share(self._pool.grown(bucket))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]. With a bucket this is done in place, because graphs hold addresses."""
@@ -75,7 +77,7 @@ class GraphedCache(KVCache):
         if pair is not None and given is None:
             return None
         with self._pool.backend.turn():
-            tokens = self.layers[0].length
+            tokens = self.held_slots[0].length
             if tokens == bucket.capacity_tokens:
                 bucket = self._grow(bucket)
             inputs = self._padded(forward, kwargs, of_tokens, tokens, bucket.capacity_tokens)
@@ -100,7 +102,8 @@ class GraphedCache(KVCache):
             return False
         if not self.even(ids.shape[0]) or self.storages()[0].device != ids.device:
             return False
-        cached_tokens, limit_tokens = self.layers[0].length, self.layers[0].limit_tokens
+        first = self.held_slots[0]
+        cached_tokens, limit_tokens = first.length, first.limit_tokens
         if limit_tokens is not None and cached_tokens >= limit_tokens:  # the eager call raises the error
             return False
         if positions is not None and (not isinstance(positions, Tensor) or positions.shape[-1] != 1):
@@ -124,7 +127,7 @@ class GraphedCache(KVCache):
         mask, ids = kwargs.get(of_tokens.mask), kwargs[of_tokens.ids]
         if self._takes_mask is None:
             self._takes_mask = of_tokens.mask in inspect.signature(forward).parameters
-        if mask is None and self._takes_mask:  # without one, some models make it on the host
+        if mask is None and self._takes_mask and self.token_storages():  # without one, some models make it on the host
             mask = ids.new_ones(ids.shape[0], tokens + 1)
         if mask is not None:
             inputs[of_tokens.mask] = F.pad(mask, (0, capacity_tokens - tokens - 1))

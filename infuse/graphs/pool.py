@@ -55,13 +55,13 @@ class BucketPool:
             return Bucket(
                 self.backend, wanted[1], self.limit_tokens, self.format, weights=self._weights, warn=self._warn
             )
-        bucket.reset()
         return bucket
 
     def give_back(self, bucket: Bucket) -> None:
         """Keep the bucket for the next call. On one rank, drop the least recently used ones beyond `limit_bytes`."""
         if not bucket.batch:  # never used
             return
+        bucket.reset()
         with self._lock:
             self.idle.append(bucket)
         if self.group.size == 1:
@@ -71,7 +71,11 @@ class BucketPool:
         """Return a bucket of twice the capacity with the same tokens, and take `bucket` back."""
         larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
         for index, source in enumerate(bucket.cache.layers):
-            larger.cache.slot(index).take(source)
+            slot = larger.cache.slot(index, type(source))
+            if source.is_initialized:
+                slot.take(source)
+        for place, source in bucket.cache.more.items():
+            larger.cache.slot_of(*place, type(source)).take(source)
         self.give_back(bucket)
         return larger
 

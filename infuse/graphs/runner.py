@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from infuse.graphs.masked import MaskedAssignments
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 _EAGER_CALLS = 2
+_OF_MODES = ("__torch_function__", "__torch_dispatch__")  # which pass on every call
 _KNOWN_CALLS = 256  # most signatures to remember: calls with ever new lengths would add them without end
 
 
@@ -67,7 +69,8 @@ class GraphRunner:
     changes, all graphs are dropped. Beyond `limit_bytes` or `limit_graphs` the least recently used graphs are dropped.
 
     Calls run eagerly if a key cannot describe their arguments or results (caches), if they change their arguments in
-    place, or if capture fails; `warn` gets the error in the last two cases.
+    place, or if capture fails; `warn` gets the error in the last two cases. `undone` is the context of the run before a
+    capture, which a replay follows: it takes back what running twice would do twice.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class GraphRunner:
         limit_graphs: int = 64,
         state: Callable[[], Hashable] | None = None,
         warn: FirstError | None = None,
+        undone: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.function, self.backend = function, backend
         self.limit_bytes, self.limit_graphs = limit_bytes, limit_graphs
         self._state_of = state or (lambda: None)
         self._state: Hashable = None
+        self._undone = undone
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._warn = warn or FirstError("no CUDA graph could be captured, so calls run without")
 
@@ -173,7 +178,8 @@ class GraphRunner:
             versions = [tensor._version for tensor in entry.inputs]
             run = partial(_run, self.function, own_args, own_kwargs)
             try:
-                self.backend.warm(run)
+                with self._undone():
+                    self.backend.warm(run)
                 if versions != [tensor._version for tensor in entry.inputs]:
                     raise RuntimeError("it changes its arguments in place")
                 entry.captured, entry.result = self._captured_run(run)
@@ -264,9 +270,10 @@ class Places:
 
 
 def where(error: BaseException) -> str:
-    """Describe the error in one line, with the innermost line of code outside PyTorch that raised it."""
+    """Describe the error in one line, with the innermost line of code that raised it, outside PyTorch and its modes."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if "/torch/" not in frame.filename.replace("\\", "/")]
+    theirs = [frame for frame in stack if "/torch/" not in frame.filename.replace("\\", "/")]
+    frames = [frame for frame in theirs if frame.name not in _OF_MODES]
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     if not frames:
         return text

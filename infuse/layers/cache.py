@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from infuse.errors import InfuseError, UnsupportedCall
+from infuse.layers.recurrence_slot import StateSlot
 from infuse.layers.slot import KVSlot, Slot
 from infuse.native import kernels
 
@@ -128,8 +129,7 @@ class KVCache(Cache):
 
         Layers with a recurrent state can only go back to the points that `snapshot` marked, or to zero tokens.
         """
-        held = [slot for slot in self.slots if slot.is_initialized]  # the others keep a place for a layer without one
-        while (left := min((slot.rewind(tokens) for slot in held), default=0)) != tokens:
+        while (left := min((slot.rewind(tokens) for slot in self.held_slots), default=0)) != tokens:
             tokens = left  # until all layers have a point of as many tokens
         return tokens
 
@@ -143,8 +143,8 @@ class KVCache(Cache):
         for slot in self.slots:
             slot.crop_rows(lengths)
 
-    def hold_place(self, place: Tensor | None, count: Tensor | None = None) -> None:
-        """Write the next token at index `place`; the cache then holds `count` = place + 1 tokens.
+    def hold_place(self, place: Tensor | None, count: Tensor | None = None, room: int = 0) -> None:
+        """Write the next token at index `place`; the cache then holds `count` = place + 1 tokens, of at most `room`.
 
         Both are integer tensors on the device that the caller increments. None: count on the host again.
         All layers must hold the same tokens. Raise InfuseError if rows have different lengths.
@@ -152,17 +152,29 @@ class KVCache(Cache):
         if any(slot.row_lengths is not None for slot in self.layers):
             raise InfuseError("rows of different lengths have no common place")
         for slot in self.slots:
-            slot.hold_place(place, count)
+            slot.hold_place(place, count, room)
+
+    @property
+    def held_slots(self) -> list[Slot]:
+        """Those that have been filled; the others keep a place for a layer that caches nothing."""
+        return [slot for slot in self.slots if slot.is_initialized]
 
     def even(self, batch: int) -> bool:
-        """Whether all layers hold keys and values of `batch` rows, with equal lengths and capacities."""
-        storages = self.storages()
-        if not all(type(slot) is KVSlot for slot in self.slots):
-            return False
-        capacities = {tuple(storage.shape[::2]) for storage in storages}
-        lengths = {slot.length if slot.row_lengths is None else 0 for slot in self.layers}
-        alike = len(storages) == 2 * len(self.layers) and len(capacities) == len(lengths) == 1 and 0 not in lengths
-        return alike and storages[0].shape[0] == batch
+        """Whether all layers hold `batch` rows of equal lengths and capacities from which a graph can go on."""
+        held = self.held_slots
+        lengths, rooms = {slot.length for slot in held}, {each.shape[2] for each in self.token_storages()}
+        even = len(lengths) == 1 and 0 not in lengths and len(rooms) <= 1
+        return even and all(slot.can_hold_place and slot.rows == batch for slot in held)
+
+    def settle(self) -> None:
+        """Move the states of recurrences to where graphs find them."""
+        for slot in self.slots:
+            if isinstance(slot, StateSlot):
+                slot.settle()
+
+    def token_storages(self) -> list[Tensor]:
+        """Storage of keys and values alone, [B, K, S, D] each."""
+        return [storage for slot in self.slots if isinstance(slot, KVSlot) for storage in slot.storages]
 
     def storages(self) -> list[Tensor]:
         """Storage of all layers: keys and values, [B, K, S, D] each, and states."""

@@ -16,7 +16,8 @@ from infuse.layers.cache import KVCache
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.named_attention import attribute
-from infuse.layers.slot import ForeignStates, MadeSlot, StateSlot
+from infuse.layers.recurrence_slot import ForeignStates, StateSlot
+from infuse.layers.states_slot import MadeSlot
 
 Shape = TypeVar("Shape", bound=MixerShape)
 

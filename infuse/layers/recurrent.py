@@ -22,7 +22,7 @@ from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import is_paged
 from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
-from infuse.layers.slot import CONV, ForeignStates, StateSlot
+from infuse.layers.recurrence_slot import CONV, ForeignStates, StateSlot
 
 Shape = TypeVar("Shape", bound=RecurrentShape)
 
@@ -142,7 +142,12 @@ class Recurrent(Mixer[Shape], NativeMixer):
 
     def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
         slot, (batch, tokens, _) = self.states(inputs), x_BTC.shape
-        if not isinstance(slot, StateSlot) or self.mask_of(inputs) is not None or not slot.length:
+        if (
+            not isinstance(slot, StateSlot)
+            or slot.place is not None
+            or self.mask_of(inputs) is not None
+            or not slot.length
+        ):
             return None
         if slot.keeps_each and tokens > 1:
             if batch > 1:

@@ -16,8 +16,8 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.linear import direct
 from infuse.layers.native_part import NotNative, PartWriter
 from infuse.layers.norm import Norm
+from infuse.layers.recurrence_slot import CONV, STATE
 from infuse.layers.recurrent import Recurrent, empty
-from infuse.layers.slot import CONV, STATE
 
 
 class SelectiveScan(Recurrent[SelectiveScanShape]):

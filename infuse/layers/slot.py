@@ -2,15 +2,13 @@
 
 KVSlot holds rows of tokens, [B, K, S, D] for keys and for values, whose numbers of heads and widths may differ; `keys`
 and `values` are views of its first `length` tokens. All tokens are kept, so cropping back is always possible. A slot of
-format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. StateSlot holds recurrent states, which can go
-back only to those that were kept. MadeSlot holds tensors computed once from another input, such as an encoder's states.
+format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. recurrence_slot.py has slots of states.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -136,9 +134,25 @@ class Slot(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise UnsupportedCall("past_key_values: this layer of the cache takes no new keys and values")
 
-    def hold_place(self, place: Tensor | None, count: Tensor | None) -> None:
+    # -- inside a graph
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """If True, models pass a mask over the whole storage."""
+        return self.place is not None
+
+    @property
+    def can_hold_place(self) -> bool:
+        """Whether a graph can go on from what is held, and write to where it is."""
+        return False
+
+    def take(self, other: Any) -> None:
+        """Append what another slot of the same kind and format holds, to an empty one."""
+        raise UnsupportedCall("past_key_values: this layer of the cache takes nothing from others")
+
+    def hold_place(self, place: Tensor | None, count: Tensor | None, room: int) -> None:
         if place is not None:
-            raise UnsupportedCall("hold_place: this cache holds more than keys and values: no graphs are made")
+            raise UnsupportedCall("hold_place: this cache holds more than keys, values and states: no graphs are made")
 
 
 class KVSlot(Slot):
@@ -153,11 +167,6 @@ class KVSlot(Slot):
         self.key_storage: Tensor | None = None
         self.value_storage: Tensor | None = None
         self.unpaired = ""  # the storage that was assigned, until the other one has as many tokens
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """If True, models pass a mask over the whole storage."""
-        return self.place is not None
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -258,7 +267,6 @@ class KVSlot(Slot):
         return [each for each in (self.key_storage, self.value_storage) if each is not None]
 
     def take(self, other: KVSlot) -> None:
-        """Append the stored tokens of another slot of the same format."""
         assert other.format == self.format and other.key_storage is not None
         scale = 0 if self.format is None else SCALE_BYTES
         rows = tuple((each.shape[1], each.shape[3] - scale) for each in other.storages)
@@ -307,7 +315,11 @@ class KVSlot(Slot):
 
     # -- inside a graph
 
-    def hold_place(self, place: Tensor | None, count: Tensor | None) -> None:
+    @property
+    def can_hold_place(self) -> bool:
+        return self.row_lengths is None
+
+    def hold_place(self, place: Tensor | None, count: Tensor | None, room: int) -> None:
         self.place, self.count = place, count
 
     def allowed(self, window: int) -> Tensor:
@@ -406,195 +418,3 @@ def _told(rows: Rows, dtype: torch.dtype, device: torch.device) -> str:
     (heads, width), values = rows
     other = "" if values == (heads, width) else f" (values: {values[0]} of {values[1]})"
     return f"{heads} heads of {width}{other} in {dtype} on {device}"
-
-
-CONV, STATE = "conv", "state"  # names of states in transformers' caches, too
-
-
-class StateSlot(Slot):
-    """Recurrent states after all tokens so far: `states` [B, ...] by name, replaced as a whole by each step."""
-
-    is_croppable = False
-    is_compileable = False
-
-    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
-        super().__init__(capacity_tokens, limit_tokens, format)
-        self.states: Mapping[str, Tensor] = {}
-        self._kept: list[tuple[int, Mapping[str, Tensor]]] = []  # to go back to: tokens and the states after them
-        self._made: dict[str, Tensor] = {}  # of `row_of_states`
-
-    def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        """Return the states before the next `tokens` of each row; empty at first. Raises like KVSlot.reserve."""
-        self.check_room(tokens)
-        self.fill_by(filler)
-        if self.length:
-            self.check_batch(self.rows, batch)
-        return self.states if self.length else {}
-
-    def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
-        """Store the states after these tokens. They must be new tensors, because snapshots hold the old ones.
-
-        While `keeps_each`, call it after each token.
-        """
-        self.states, self.is_initialized, self._made = states, True, {}
-        self.advance(tokens)
-
-    def advance(self, tokens: int) -> None:
-        made, self._made = self._made, {}
-        for token in range(1, tokens + 1) if made else ():
-            self.end(1, {name: states[token] for name, states in made.items()})
-        if made:
-            return
-        self.length += tokens
-        if self.keeps_each:
-            self._kept.append((self.length, self.states))
-
-    def row_of_states(self, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        """Room for the states after each of the next `tokens`, behind those before them: [tokens + 1, B, ...] each.
-
-        `advance` then keeps them. There must be states.
-        """
-        states = self.begin(1, tokens, filler)
-        with torch.inference_mode(False):
-            self._made = {name: state.new_empty(tokens + 1, *state.shape) for name, state in states.items()}
-        for name, state in states.items():
-            self._made[name][0] = state
-        return self._made
-
-    def in_place(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        """Like `begin`, but the states may be written to; call `advance` then. There must be some."""
-        states = self.begin(batch, tokens, filler)
-        if any(states is kept for _, kept in self._kept):
-            with torch.inference_mode(False):
-                self.states = {name: state.clone() for name, state in states.items()}
-        return self.states
-
-    @property
-    def storages(self) -> list[Tensor]:
-        return list(self.states.values())
-
-    def snapshot(self, *, each: bool = False) -> None:
-        self._kept, self.keeps_each = [(self.length, self.states)], each
-
-    def rewind(self, tokens: int) -> int:
-        if tokens < self.length:
-            self._kept = [kept for kept in self._kept if kept[0] <= tokens]
-            self.length, self.states = self._kept[-1] if self._kept else (0, {})
-        return self.length
-
-    def crop(self, tokens: int) -> None:
-        """Crop like other slots, but only to zero tokens or to states that were kept."""
-        wanted = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
-        if wanted not in (0, self.length, *(length for length, _ in self._kept)):
-            text = f"past_key_values: a recurrence's state of {self.length} tokens cannot go back to {wanted} of them"
-            raise UnsupportedCall(f"{text}; fill a new cache")
-        self.rewind(wanted)
-
-    def copied(self) -> StateSlot:
-        slot = copy.copy(self)
-        slot.states = {name: state.clone() for name, state in self.states.items()}
-        slot._kept = [*self._kept]
-        return slot
-
-    def take(self, other: StateSlot) -> None:
-        self.states = {name: state.clone() for name, state in other.states.items()}
-        self.length, self.filler = other.length, other.filler
-        self.snapshot()
-
-    def reset(self) -> None:
-        self.length, self.states, self._kept, self.keeps_each = 0, {}, [], False
-        self._made = {}
-
-    def _select(self, rows: Tensor) -> None:
-        def selected(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: state.index_select(0, rows.to(state.device)) for name, state in states.items()}
-
-        self.states = selected(self.states)
-        self._kept = [(length, selected(states)) for length, states in self._kept]
-
-    def reorder_in_place(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
-
-
-class ForeignStates:
-    """Adapter with StateSlot's interface for the recurrent states in a transformers cache.
-
-    The convolution's inputs are the state CONV, [B, C, K or more]; the other state is STATE, if there is one.
-    """
-
-    def __init__(self, layer: Any):
-        self._layer = layer
-
-    def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        states = {CONV: self._layer.conv_states.get(0), STATE: self._layer.recurrent_states.get(0)}
-        there = {name: state for name, state in states.items() if state is not None}
-        if not self._layer.has_previous_state.get(0) or CONV not in there:
-            return {}
-        for state in there.values():
-            if len(state) != batch:
-                raise InfuseError(f"the cache holds a batch of {len(state)}, a batch of {batch} was given")
-        return there
-
-    def end(self, tokens: int, states: Mapping[str, Tensor], seen: Callable[[], Tensor] | None = None) -> None:
-        """Store the states. `seen` makes all inputs of the convolution in this call, [B, C, T], for a cache that
-        records them until it is cropped.
-        """
-        layer, first = self._layer, not self._layer.has_previous_state.get(0)
-        for name, state in states.items():
-            if first:
-                layer.lazy_initialization(**{"conv_states" if name == CONV else "recurrent_states": state})
-            held = layer.conv_states if name == CONV else layer.recurrent_states
-            if name == CONV and seen is not None and getattr(layer, "record_past", False):
-                held[0] = seen() if first else torch.cat((held[0], seen()), dim=-1)
-            else:
-                held[0].copy_(state)
-        layer.has_previous_state[0] = True
-
-
-class MadeSlot(Slot):
-    """Tensors [B, ...] computed once from another input, such as cross-attention keys and values of encoder states.
-
-    They are recomputed if the input is another tensor or was modified.
-    """
-
-    is_croppable = True
-    is_compileable = False
-
-    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
-        super().__init__(capacity_tokens, limit_tokens, format)
-        self._source: tuple[Tensor | None, int] = (None, 0)  # with its version
-        self._made: tuple[Tensor, ...] = ()
-
-    def made(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return make(source), cached while `source` stays the same unmodified tensor."""
-        version = 0 if source.is_inference() else source._version
-        if self._source[0] is not source or self._source[1] != version:
-            self._source, self._made = (source, version), make(source)
-        return self._made
-
-    @property
-    def storages(self) -> list[Tensor]:
-        return list(self._made)
-
-    def rewind(self, tokens: int) -> int:
-        return tokens
-
-    def crop(self, tokens: int) -> None:
-        """Do nothing: it does not grow with the tokens."""
-
-    def crop_rows(self, lengths: Tensor) -> None:
-        """Do nothing: rows of the source keep their lengths."""
-
-    def copied(self) -> MadeSlot:
-        slot = copy.copy(self)
-        slot._made = tuple(each.clone() for each in self._made)
-        return slot
-
-    def reset(self) -> None:
-        self._source, self._made = (None, 0), ()
-
-    def _select(self, rows: Tensor) -> None:
-        self._made = tuple(each.index_select(0, rows.to(each.device)) for each in self._made)
-
-    def reorder_in_place(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)

@@ -26,8 +26,9 @@ from infuse.layers.native_part import FEW_TOKENS, NONE, NotNative, PartWriter, P
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
 from infuse.layers.position import LearnedBias, PassedCosSin, Positions
+from infuse.layers.recurrence_slot import StateSlot
 from infuse.layers.recurrent import Recurrent
-from infuse.layers.slot import KVSlot, StateSlot
+from infuse.layers.slot import KVSlot
 from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm

@@ -20,8 +20,8 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.linear import direct
 from infuse.layers.multipliers import times, times_sections
 from infuse.layers.native_part import PartWriter, decline_if
+from infuse.layers.recurrence_slot import CONV, STATE
 from infuse.layers.recurrent import Recurrent, empty
-from infuse.layers.slot import CONV, STATE
 
 _STATE_SPACE_TURNED = MappingProxyType({CONV: (1, 2), STATE: (2, 3)})
 

@@ -2,6 +2,7 @@
 
 Rows of a batch that read the same states, such as the beams of one text, share them: they are computed, stored and read
 once, and beams that change places move nothing. `keys` and `values` give each row its own, as transformers' caches do.
+MadeSlot holds whatever else is computed once of another input.
 
 Suffixes: R rows of states, H heads, L states, D head width.
 """
@@ -9,6 +10,7 @@ Suffixes: R rows of states, H heads, L states, D head width.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -175,3 +177,52 @@ def _repeats_of(states: Tensor) -> int:
     starts = [0, *(row for row, same in enumerate(equal, 1) if not same)]
     each = starts[1] if len(starts) > 1 else batch
     return each if [*range(0, batch, each)] == starts and batch % each == 0 else 1
+
+
+class MadeSlot(Slot):
+    """Tensors [B, ...] computed once from another input, such as cross-attention keys and values of encoder states.
+
+    They are recomputed if the input is another tensor or was modified.
+    """
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
+        super().__init__(capacity_tokens, limit_tokens, format)
+        self._source: tuple[Tensor | None, int] = (None, 0)  # with its version
+        self._made: tuple[Tensor, ...] = ()
+
+    def made(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return make(source), cached while `source` stays the same unmodified tensor."""
+        version = 0 if source.is_inference() else source._version
+        if self._source[0] is not source or self._source[1] != version:
+            self._source, self._made = (source, version), make(source)
+        return self._made
+
+    @property
+    def storages(self) -> list[Tensor]:
+        return list(self._made)
+
+    def rewind(self, tokens: int) -> int:
+        return tokens
+
+    def crop(self, tokens: int) -> None:
+        """Do nothing: it does not grow with the tokens."""
+
+    def crop_rows(self, lengths: Tensor) -> None:
+        """Do nothing: rows of the source keep their lengths."""
+
+    def copied(self) -> MadeSlot:
+        slot = copy.copy(self)
+        slot._made = tuple(each.clone() for each in self._made)
+        return slot
+
+    def reset(self) -> None:
+        self._source, self._made = (None, 0), ()
+
+    def _select(self, rows: Tensor) -> None:
+        self._made = tuple(each.index_select(0, rows.to(each.device)) for each in self._made)
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)

@@ -168,9 +168,9 @@ def _run(
 
     `knows`: see `_Known`.
     """
-    cache = DynamicCache(config=getattr(model, "config", None)) if session.cached else None
     seen = 0
     try:
+        cache = DynamicCache(config=getattr(model, "config", None)) if session.cached else None
         for tokens in session.tokens:
             past = seen if cache is not None else None
             calls = _one_run(model, layers, session, dtype, cache, tokens, seen, knows)
@@ -179,7 +179,9 @@ def _run(
                 for path, (hidden, arguments) in calls.items():
                     call = LayerCall(session.label, hidden, arguments, past, session.sizes_vary)
                     session.calls.setdefault(path, call)
-    except Exception as error:  # code that needs values cannot run on meta: the layers that it reached are read
+    except (
+        Exception
+    ) as error:  # a config without a cache, or code that needs values: the layers that it reached are read
         return in_brief(error)
     return None
 

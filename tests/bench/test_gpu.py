@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,14 @@ def test_from_start_to_end(tmp_path: Path) -> None:
     assert ("GPT-2-XL", "infuse bfloat16", "decode, batch 1") in rows and ("BERT-large", "infuse", "1 x 16") in rows
     for who in (gpu_diffusion.EAGER, "infuse"):
         assert ("SD 1.5 UNet, 64 x 64", who, "a step, 2 rows") in rows
-    assert all(row["seconds"] > 0 and row["share"] > 0 and row["ratio"] > 0 for row in found["rows"])
+    assert ("Qwen3.5-1B", "infuse bfloat16", "decode, batch 1") in rows
+    for who, what in product((gpu_models.EAGER, "infuse"), ("until the first token", "a later token")):
+        assert ("t5-base", who, what) in rows
+    assert all(row["seconds"] > 0 and row["ratio"] > 0 for row in found["rows"])
+    without = {(row["model"], row["what"]) for row in found["rows"] if not row["share"]}
+    assert without == {
+        ("Qwen3.5-1B", "prefill 16"), ("t5-base", "until the first token"), ("t5-base", "a later token"),
+    }  # fmt: skip
     assert set(found["matrices"]) == set(found["kernels"]) == {"bfloat16", "int8", "int4", "fp8"}
     assert {matrix["kind"] for matrix in found["matrices"]["int4"]} >= {"mlp.up", "mlp.down", "lm_head"}
     assert found["read_bytes_per_second"] > 0 and found["matmul_operations_per_second"] > 0 and not found["skipped"]

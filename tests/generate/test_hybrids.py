@@ -22,7 +22,7 @@ from infuse.generate import loop
 from infuse.generate.install import uninstall
 from infuse.layers.cache import KVCache
 from infuse.layers.one_call import StepCall
-from infuse.layers.slot import StateSlot
+from infuse.layers.recurrence_slot import StateSlot
 from infuse.native import kernels
 from tests.models.families import BY_NAME, inputs
 from tests.support.ranks import Ranks

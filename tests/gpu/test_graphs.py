@@ -19,6 +19,7 @@ from tests.models import encoder_decoders
 from tests.models.families import BY_NAME, inputs
 from tests.support.decoding import NAMES
 from tests.support.on_gpu import CUDA, moved, needs_gpu
+from tests.support.states import ONE_OF_EACH
 
 pytestmark = needs_gpu
 
@@ -126,6 +127,19 @@ def test_models_with_an_encoder(name: str) -> None:
             assert torch.equal(engine.generate(**given, **asked, max_new_tokens=20), exact)
     assert sum(bucket.graphs.captured() for bucket in buckets(engine).idle) == 2
     assert engine.module.get_encoder().forward.graphs.captured() == 1
+
+
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "mamba2", "falcon_h1", "nemotron_h"])
+def test_models_with_states(name: str) -> None:
+    """One graph of a step, one of a step of beams; neither adds a token to the states twice."""
+    original = BY_NAME[name].make().to(CUDA)
+    engine = infuse.init_inference(BY_NAME[name].make().to(CUDA), dtype="fp32")
+    for seed, padding in ((11, "left"), (12, None)):
+        given = moved(inputs(BY_NAME[name], batch=3, padding=padding, seed=seed))
+        for asked in ({}, dict(num_beams=3)):
+            exact = original.generate(**given, **asked, max_new_tokens=20, pad_token_id=0)
+            assert torch.equal(engine.generate(**given, **asked, max_new_tokens=20, pad_token_id=0), exact)
+    assert sum(bucket.graphs.captured() for bucket in buckets(engine).idle) == 2
 
 
 def test_hooks_inside_run_in_each_step() -> None:

@@ -357,6 +357,19 @@ def test_lengths_that_never_come_again_capture_nothing() -> None:
     assert not backend.captures and len(graphs._entries) <= 256
 
 
+def test_a_failed_capture_names_the_callers_line() -> None:
+    """Not that of a mode in which the capture runs, which passes every call on."""
+
+    def reads(x: Tensor) -> Tensor:
+        with FilledNumbers():
+            return x * 2 if x.sum().item() else x  # the line
+
+    graphs = GraphRunner(reads, FakeBackend())
+    with pytest.warns(UserWarning, match=r"no CUDA graph could be captured.*in reads: .*# the line"):
+        for _ in range(3):
+            graphs(torch.ones(4))
+
+
 # ---- modules
 
 

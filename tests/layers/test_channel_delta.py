@@ -17,7 +17,7 @@ import infuse
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.channel_delta import ChannelDelta
-from infuse.layers.slot import StateSlot
+from infuse.layers.recurrence_slot import StateSlot
 from infuse.native import kernels
 from tests.models.families import BY_NAME, CHANNEL_DELTA, inputs
 from tests.support.side_by_side import injected, pair

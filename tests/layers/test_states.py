@@ -18,7 +18,7 @@ from transformers import DynamicCache, StaticCache
 import infuse
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.cache import KVCache
-from infuse.layers.slot import CONV, STATE, StateSlot
+from infuse.layers.recurrence_slot import CONV, STATE, StateSlot
 from infuse.native import kernels
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import injected

@@ -13,7 +13,7 @@ import infuse
 from infuse.architectures import bind_any, specs_for
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
-from infuse.layers.slot import StateSlot
+from infuse.layers.recurrence_slot import StateSlot
 from tests.models.families import BY_NAME, inputs
 from tests.support.side_by_side import original, pair
 

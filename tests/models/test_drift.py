@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import infuse
 from infuse.layers.cache import KVCache
-from infuse.layers.slot import StateSlot
+from infuse.layers.recurrence_slot import StateSlot
 from tests.models.families import BY_NAME
 
 STEPS = 2000

@@ -14,7 +14,8 @@ import infuse
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.one_call import StepCall
-from infuse.layers.slot import KVSlot, StateSlot
+from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.slot import KVSlot
 from infuse.native import kernels
 from tests.models.families import ZAMBA2, inputs
 from tests.support.one_calls import calls_noted

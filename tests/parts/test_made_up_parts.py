@@ -29,7 +29,8 @@ from infuse.layers import parts
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.linear import QuantizedLinear
-from infuse.layers.slot import KVSlot, StateSlot
+from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.slot import KVSlot
 from infuse.plan.bytes import parameter_bytes
 from infuse.quant import parse
 from infuse.quant.parse import quant_format
