@@ -33,7 +33,7 @@ import infuse
 from infuse.generate.install import GraphUse, install, uninstall
 from on_gpu import models
 from on_gpu.diffusion import denoisers
-from on_gpu.kernels import Matrix, kernels, matrices
+from on_gpu.kernels import Matrix, kernels, matrices, prompt_kernels
 from on_gpu.models import Plan, Row
 from on_gpu.pairs import pairs
 from on_gpu.runs import Bounds, Budget, bounds
@@ -77,8 +77,14 @@ def main() -> None:
     if "decoders" in args.parts:
         looks = partial(look_at, plan, measured, results, tables)
         for name, kind, config in decoders(plan.tiny, args.quick):
-            look = looks if name == "Llama-3-8B" else lambda format, model: None
-            small = plan if name.startswith("Llama") else replace(plan, formats=(), batches=(1,), compiles=False)
+            if name not in (args.models or [name]):
+                continue
+            look = partial(looks, name) if not name.startswith("GPT") else lambda format, model: None
+            small = plan
+            if name.startswith("Qwen"):
+                small = replace(plan, batches=plan.batches[:2], compiles=False)
+            elif name.startswith("GPT"):
+                small = replace(plan, formats=(), batches=(1,), compiles=False)
             take(models.decoders(small, name, kind, config, bounds=measured, budget=budget, look=look))
     if "pairs" in args.parts:
         take(pairs(plan, budget))
@@ -100,6 +106,7 @@ def arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="bfloat16 and int8 alone, one repeat, nothing compiled, no GPT-2-XL"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", help="of the decoders, these alone")
     parser.add_argument("--minutes", type=float, default=7.5)
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny: does the script work?")
     return parser.parse_args()
@@ -179,15 +186,19 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
 
 
 def look_at(
-    plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[Table], format: str, model: Any
+    plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[Table], name: str, format: str, model: Any
 ) -> None:
-    """Two tables of a model of ours: its matrices beside their bound, and the kernels of a step."""
+    """Tables of a model of ours: its matrices beside their bound, and the kernels of a step; a prompt's in bfloat16."""
+    who = f"{name}, {format}"
     found = matrices(model, 1, measured, plan.device)
-    ran = kernels(model, 1, 4 if plan.tiny else 32, plan.device)
-    results["matrices"][format] = [matrix.as_dict() for matrix in found]
-    results["kernels"][format] = [{"name": key, "calls": calls, "seconds": seconds} for key, calls, seconds in ran]
-    tables.append(matrix_table(f"Llama-3-8B, {format}: matrices of one step, batch 1", found))
-    tables.append(kernel_table(f"Llama-3-8B, {format}: kernels of one step, batch 1", ran[:20]))
+    ran = {f"{who}: kernels of one step, batch 1": kernels(model, 1, 4 if plan.tiny else 32, plan.device)}
+    if format == "bfloat16":
+        ran[f"{who}: kernels of a prompt"] = prompt_kernels(model, plan.prefill_tokens, plan.device)
+    results["matrices"][who] = [matrix.as_dict() for matrix in found]
+    tables.append(matrix_table(f"{who}: matrices of one step, batch 1", found))
+    for title, rows in ran.items():
+        results["kernels"][title] = [{"name": key, "calls": calls, "seconds": seconds} for key, calls, seconds in rows]
+        tables.append(kernel_table(title, rows[:24]))
 
 
 # ---- the report
@@ -232,10 +243,10 @@ def matrix_table(title: str, found: list[Matrix]) -> Table:
 
 
 def kernel_table(title: str, ran: list[tuple[str, float, float]]) -> Table:
-    table = Table(title=title)
-    for heading in ("", "calls", "us", "share of the step"):
-        table.add_column(heading, justify="right" if heading else "left")
     total = sum(seconds for _, _, seconds in ran) or 1.0
+    table = Table(title=f"{title} ({total * 1e6:.0f} us)")
+    for heading in ("", "calls", "us", "share"):
+        table.add_column(heading, justify="right" if heading else "left")
     for name, calls, seconds in ran:
         table.add_row(name[:70], f"{calls:.1f}", f"{seconds * 1e6:.1f}", f"{seconds / total:.2f}")
     return table

@@ -5,6 +5,7 @@ name.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,11 +67,26 @@ def matrices(model: nn.Module, batch: int, bounds: Bounds, device: torch.device)
 def kernels(model: Any, batch: int, steps: int, device: torch.device) -> list[tuple[str, float, float]]:
     """(name, calls for each step, seconds for each step) of what runs while `model` generates; the costliest first."""
     ids = torch.randint(3, 250, (batch, 8), device=device)
-    cuda = device.type == "cuda"
 
     def run() -> None:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, do_sample=False)
 
+    return _profiled(run, steps, device)
+
+
+def prompt_kernels(model: Any, tokens: int, device: torch.device) -> list[tuple[str, float, float]]:
+    """The same of a prompt of so many tokens: what is missing of its seconds, the device waits for the host."""
+    ids = torch.randint(3, 250, (1, tokens), device=device)
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    return _profiled(run, 1, device)
+
+
+def _profiled(run: Callable[[], None], times: int, device: torch.device) -> list[tuple[str, float, float]]:
+    cuda = device.type == "cuda"
     run()
     with profile(activities=[ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]) as profiled:
         run()
@@ -80,5 +96,5 @@ def kernels(model: Any, batch: int, steps: int, device: torch.device) -> list[tu
     for event in profiled.key_averages():
         micros = event.self_device_time_total if cuda else event.self_cpu_time_total
         if micros > 0:
-            rows.append((event.key, event.count / steps, micros / 1e6 / steps))
+            rows.append((event.key, event.count / times, micros / 1e6 / times))
     return sorted(rows, key=lambda row: -row[2])

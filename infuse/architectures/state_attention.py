@@ -279,7 +279,7 @@ class LinearAttentionShape(RecurrentShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return ("causal_conv", "linear_attention", "gated_norm")
+        return ("causal_conv", "decay", "linear_attention", "gated_norm")
 
     def of_rank(self, share: Share) -> LinearAttentionShape:
         heads, key_heads, norm = share.count(HEADS), share.count(KV_HEADS), self.norm

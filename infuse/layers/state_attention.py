@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from infuse import ops
 from infuse.architectures.state_attention import BETA, GATE, STEP, K, LinearAttentionShape, Q, V
@@ -36,6 +36,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         for leaf, there in (("A_log", True), ("dt_bias", True), ("D", shape.skip)):
             self.register_parameter(leaf, empty(shape.heads) if there else None)
         self.register_parameter("norm", empty(shape.norm.columns) if shape.norm.there else None)
+        self._decays = ops.decay.bound(context.bodies.get("decay", ops.REFERENCE))
         self._scan = ops.linear_attention.bound(context.bodies.get("linear_attention", ops.REFERENCE))
         self._norm = ops.gated_norm.bound(context.bodies.get("gated_norm", ops.REFERENCE))
 
@@ -100,14 +101,12 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
 
     def _decay(self, of: dict[str, Tensor], *, in_steps: bool) -> tuple[Tensor, Tensor]:
         """The logarithm of each head's decay, and beta, [B, T, H] in float32."""
-        shape = self.shape
-        parameters: Any = self._parameters
-        step = softplus(of[STEP].float() + parameters["dt_bias"].float())
-        if not shape.delta and not in_steps and shape.limits != (0.0, math.inf):
-            step = step.clamp(*shape.limits)  # originals clamp it in prompts alone
-        decay = -parameters["A_log"].float().exp() * step
-        beta = of[BETA].float().sigmoid() * shape.beta_factor if shape.delta else step
-        return decay.contiguous(), beta.contiguous()
+        shape, parameters = self.shape, self._parameters
+        a_log: Any = parameters["A_log"]
+        dt_bias: Any = parameters["dt_bias"]
+        limits = (0.0, math.inf) if shape.delta or in_steps else shape.limits  # originals clamp it in prompts alone
+        beta = of[BETA] if shape.delta else None
+        return self._decays(of[STEP], beta, a_log, dt_bias, *limits, shape.beta_factor)
 
     def native(self, to: PartWriter) -> None:
         shape, norm = self.shape, self.shape.norm

@@ -31,6 +31,7 @@ from infuse.activations import ExpertGate
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.causal_conv import causal_conv
+from infuse.ops.decay import decay
 from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.experts import experts, quantized_experts
@@ -51,7 +52,7 @@ from infuse.ops.selective_scan import selective_scan
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate", "Op",
     "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks", "causal_conv",
-    "dequantize", "experts", "gated_activation", "gated_add", "gated_add_norm", "gated_norm", "group_norm",
+    "decay", "dequantize", "experts", "gated_activation", "gated_add", "gated_add_norm", "gated_norm", "group_norm",
     "joined_heads", "latent_attention", "layer_norm", "linear", "linear_attention", "modulated_norm", "quantize",
     "quantized_embedding", "quantized_experts", "quantized_linear", "registered", "rms_norm", "rotary",
     "rotary_append", "router", "selective_scan",

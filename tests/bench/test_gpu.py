@@ -56,8 +56,12 @@ def test_from_start_to_end(tmp_path: Path) -> None:
     assert without == {
         ("Qwen3.5-1B", "prefill 16"), ("t5-base", "until the first token"), ("t5-base", "a later token"),
     }  # fmt: skip
-    assert set(found["matrices"]) == set(found["kernels"]) == {"bfloat16", "int8", "int4", "fp8"}
-    assert {matrix["kind"] for matrix in found["matrices"]["int4"]} >= {"mlp.up", "mlp.down", "lm_head"}
+    formats = ("bfloat16", "int8", "int4", "fp8")
+    shown = {f"{model}, {of}" for model in ("Llama-3-8B", "Llama-3.2-1B", "Qwen3.5-1B") for of in formats}
+    assert set(found["matrices"]) == shown
+    in_prompts = {f"{who}: kernels of a prompt" for who in shown if who.endswith("bfloat16")}
+    assert set(found["kernels"]) == in_prompts | {f"{who}: kernels of one step, batch 1" for who in shown}
+    assert {matrix["kind"] for matrix in found["matrices"]["Llama-3-8B, int4"]} >= {"mlp.up", "mlp.down", "lm_head"}
     assert found["read_bytes_per_second"] > 0 and found["matmul_operations_per_second"] > 0 and not found["skipped"]
     assert found["versions"]["infuse"] == infuse.__version__ and "nothing here is a measurement" in found["device"]
     text = out.read_text()

@@ -13,7 +13,7 @@ from infuse.ops import Case, registered
 from tests.support.op_cases import results
 from tests.support.tolerance import assert_near
 
-RECURRENT = ("causal_conv", "linear_attention", "gated_norm", "selective_scan")
+RECURRENT = ("causal_conv", "decay", "linear_attention", "gated_norm", "selective_scan")
 REFUSALS = (RuntimeError, ValueError)
 
 

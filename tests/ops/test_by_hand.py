@@ -300,6 +300,17 @@ def linear_attention_by_hand(args: tuple) -> tuple[Tensor, Tensor]:
     return out, after
 
 
+def decay_by_hand(args: tuple) -> tuple[Tensor, Tensor]:
+    """One head of one token at a time, in Python's own numbers."""
+    step, beta, a_log, dt_bias, least, most, factor = args
+    out, taken = torch.empty(step.shape, dtype=torch.float64), torch.empty(step.shape, dtype=torch.float64)
+    for b, t, h in torch.cartesian_prod(*map(torch.arange, step.shape)).tolist():
+        dt = min(max(math.log1p(math.exp(float(step[b, t, h]) + float(dt_bias[h]))), least), most)
+        out[b, t, h] = -math.exp(float(a_log[h])) * dt
+        taken[b, t, h] = dt if beta is None else factor * sigmoid(float(beta[b, t, h]))
+    return out, taken
+
+
 def gated_norm_by_hand(args: tuple) -> Tensor:
     x, gate, weight, width, eps, gate_first, by_sigmoid = args
     gate = gate.double()
@@ -332,7 +343,7 @@ def selective_scan_by_hand(args: tuple) -> tuple[Tensor, Tensor]:
 
 
 BY_HAND = {
-    "causal_conv": convolution_by_hand, "linear_attention": linear_attention_by_hand,
+    "causal_conv": convolution_by_hand, "decay": decay_by_hand, "linear_attention": linear_attention_by_hand,
     "gated_norm": gated_norm_by_hand, "selective_scan": selective_scan_by_hand,
 }  # fmt: skip
 

@@ -183,8 +183,8 @@ def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dty
         found, wanted = results(op.reference, given, mutated), results(op.reference, wide, mutated)
         for a, b in zip(found, wanted, strict=True):
             expected = dtype if b.is_floating_point() and name != "quantize" else b.dtype
-            if name in ("linear_attention", "selective_scan") and b is wanted[1]:
-                expected = torch.float32  # states
+            if name == "decay" or (name in ("linear_attention", "selective_scan") and b is wanted[1]):
+                expected = torch.float32  # decays and states
             assert a.dtype == expected, case.label
             assert_near(a, b, dtype, f"{name}, {case.label}", times_of(case))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infuse.native import DTYPES, kernels, needs
 from infuse.ops.causal_conv import causal_conv
+from infuse.ops.decay import decay
 from infuse.ops.gated_norm import gated_norm
 from infuse.ops.recurrence import linear_attention
 
@@ -39,6 +40,10 @@ def _causal_conv(
     if takes and all(each is None or each.dtype is x.dtype for each in given) and is_sliced(*given):
         return kernels().causal_conv.default(x, weight, bias, state, gate, out_gate, silu)
     return causal_conv.reference(x, weight, bias, state, gate, out_gate, silu)
+
+
+# A program of C++ has it inside of itself. By itself it is few numbers, for which PyTorch's functions do as well.
+decay.implement("cpu", needs)(decay.reference)
 
 
 @linear_attention.implement("cpu", needs)

@@ -1,4 +1,4 @@
-"""The ops of recurrent mixers in Triton (kernels/recurrence.py): causal_conv, linear_attention, gated_norm.
+"""The ops of recurrent mixers in Triton (kernels/recurrence.py): causal_conv, decay, linear_attention, gated_norm.
 
 Linear attention goes token by token inside of the kernel, also for prompts. Products of chunks would need tensor cores
 to gain anything: in exact float32 they multiply as often, and a tile of 16 tokens by a state of 128 x 32 spills 4 kB of
@@ -7,12 +7,14 @@ registers in each thread (compiled for Hopper), where the state alone needs none
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infuse.ops.causal_conv import causal_conv
+from infuse.ops.decay import decay
 from infuse.ops.gated_norm import gated_norm
 from infuse.ops.recurrence import linear_attention
 from infuse.ops.triton import DTYPES, kernels, needs
@@ -61,6 +63,28 @@ def _causal_conv(
         num_warps=min(max(along * across // 256, 1), 4),
     )  # fmt: skip
     return y, after
+
+
+@decay.implement("triton", needs)
+def _decay(
+    step: Tensor, beta: Tensor | None, a_log: Tensor, dt_bias: Tensor, least: float, most: float, factor: float
+) -> Any:
+    heads = step.shape[-1]
+    takes = step.dtype in DTYPES and step.dim() == 3 and step.numel() > 0 and heads <= LARGEST_WIDTH
+    takes = takes and (beta is None or (beta.shape == step.shape and beta.dtype is step.dtype))
+    if not takes or (heads,) != a_log.shape or a_log.shape != dt_bias.shape:
+        return decay.reference(step, beta, a_log, dt_bias, least, most, factor)
+    step, beta = _with_columns(step), None if beta is None else _with_columns(beta)
+    a_log, dt_bias = a_log.contiguous(), dt_bias.contiguous()
+    out, taken = (torch.empty(step.shape, dtype=torch.float32, device=step.device) for _ in range(2))
+    rows = step.numel() // heads
+    many = min(rows_at_once(heads), power_above(rows))
+    kernels("recurrence").decays[(-(-rows // many),)](
+        step, beta, a_log, dt_bias, out, taken, rows, step.shape[1], heads, least, most, factor, *step.stride()[:2],
+        *((0, 0) if beta is None else beta.stride()[:2]), LIMITED=(least, most) != (0.0, math.inf), ROWS=many,
+        BLOCK=power_above(heads), num_warps=row_warps(heads * many),
+    )  # fmt: skip
+    return out, taken
 
 
 @linear_attention.implement("triton", needs)

@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -134,6 +135,9 @@ def of_recurrence(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
         state = torch.empty(1, 32, 128, 128)
         yield "linear_attention", (q, k, v, of_head, of_head, None, state, 0.1, True, True), {}
         yield "linear_attention", (q, k, v, of_channel, of_head, None, state, 0.1, True, True), {}
+        of_step, of_beta, of_weights = rows[..., :32], rows[..., 32:64], torch.empty(32)
+        yield "decay", (of_step, of_beta, of_weights, of_weights, 0.0, math.inf, 1.0), {}
+        yield "decay", (of_step, None, of_weights, of_weights, 0.001, 0.1, 1.0), {}
         y, norm = empty(1, tokens, 4096, dtype=dtype), empty(128, dtype=dtype)
         yield "gated_norm", (y, z.flatten(2), norm, 128, 1e-6, False, False), {}
         yield "gated_norm", (y, z.flatten(2), empty(4096, dtype=dtype), 4096, 1e-6, True, True), {}
@@ -201,6 +205,7 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int, which: int, 
         "join_heads",
         "modulated_rows",
         "convolve",
+        "decays",
         "scan_tokens",
         "gated_norm_rows",
     }

@@ -1,4 +1,4 @@
-"""The ops of recurrent mixers: a causal convolution, the scan of linear attention, RMSNorm with a gate."""
+"""The ops of recurrent mixers: a causal convolution, decays, the scan of linear attention, RMSNorm with a gate."""
 
 import triton
 import triton.language as tl
@@ -58,6 +58,42 @@ def convolve(
             at = tokens - TAPS + j + tl.arange(0, 1)
             last = seen_rows(x, gate, state, at, channel, real, x_t, gate_t, channels, TAPS)
             tl.store(after + (batch * TAPS + j) * channels + channel, last, mask=real)
+
+
+# ---- decays ----
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), small values exactly, too: log1p by Kahan's correction; x itself above 20, as in PyTorch."""
+    e = tl.exp(tl.where(x > 20.0, 0.0, x))
+    u = 1.0 + e
+    y = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, y)
+
+
+@triton.jit
+def decays(
+    step, beta, a_log, dt_bias, out, taken, rows, tokens, heads, least, most, factor, step_b, step_t, beta_b, beta_t,
+    LIMITED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of all heads."""
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    real = head < heads
+    inside = (row < rows)[:, None] & real
+    batch, token = (row // tokens)[:, None], (row % tokens)[:, None]
+    x = tl.load(step + batch * step_b + token * step_t + head, mask=inside, other=0.0).to(tl.float32)
+    dt = softplus(x + tl.load(dt_bias + head, mask=real, other=0.0).to(tl.float32))
+    if LIMITED:
+        dt = tl.where(dt < least, least, tl.where(dt > most, most, dt))  # NaN stays
+    rate = tl.exp(tl.load(a_log + head, mask=real, other=0.0).to(tl.float32))
+    here = row[:, None] * heads + head
+    tl.store(out + here, -rate * dt, mask=inside)
+    if beta is not None:
+        dt = factor * sigmoid(
+            tl.load(beta + batch * beta_b + token * beta_t + head, mask=inside, other=0.0).to(tl.float32)
+        )
+    tl.store(taken + here, dt, mask=inside)
 
 
 # ---- linear attention ----
