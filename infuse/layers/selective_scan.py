@@ -14,7 +14,7 @@ from infuse import ops
 from infuse.architectures.selective_scan import DT, KEYS, QUERIES, SelectiveScanShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.linear import direct
-from infuse.layers.native_part import NotNative, PartWriter
+from infuse.layers.native_part import PartWriter, decline_if
 from infuse.layers.norm import Norm
 from infuse.layers.recurrence_slot import CONV, STATE
 from infuse.layers.recurrent import Recurrent, empty
@@ -62,4 +62,13 @@ class SelectiveScan(Recurrent[SelectiveScanShape]):
         return made[0]
 
     def native(self, to: PartWriter) -> None:
-        raise NotNative("a selective scan has no struct in C++")
+        shape = self.shape
+        decline_if({"an encoder has no states": to.of_encoder, "ranks share the channels": shape.shared})
+        to.put(channels=shape.channels, states=shape.states, rank=shape.rank)
+        self.native_conv(to)
+        for leaf in ("A_log", "dt_bias", "D"):
+            to.tensor(leaf)
+        to.part("in", as_field="into")
+        for name in ("x", "dt", "out", DT, KEYS, QUERIES):
+            to.part(name)
+        to.storage("convolved", "state")

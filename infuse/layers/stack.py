@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.norm import SCALE
+from infuse.architectures.program import ADD_WIDE
 from infuse.layers import autocast
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
@@ -88,6 +89,8 @@ class StackCall(OneCall):
         attns = [mixer.shape for mixer in attentions]
         if any(each.shape.beside for each in mixers if each is not None):
             return None
+        if any(step.does == ADD_WIDE for block in blocks for step in block._program):
+            return None  # what follows takes sums in another type
         learned = [isinstance(each._modules.get("positions"), LearnedBias) for each in attentions]
         if any(attn.growth is not None for attn in attns) or any(learned) != all(learned):
             return None

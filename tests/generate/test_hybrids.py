@@ -114,7 +114,9 @@ def test_candidates_from_an_assistant(name: str, kind: str, verified: list[int])
     assert any(verified), "no candidate was rejected"
 
 
-IN_ONE_CALL = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
+IN_ONE_CALL = (
+    "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "mamba2", "jamba",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import infuse
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.part import PartShape
-from infuse.architectures.selective_scan import SelectiveScanShape
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.one_call import StepCall
@@ -111,8 +110,6 @@ def real(value: Tensor, mask: Tensor | None) -> Tensor:
 
 def goes_together(name: str, parts: Mapping[str, PartShape]) -> bool:
     """Whether C++ runs a block of these parts in one call."""
-    if any(isinstance(part, SelectiveScanShape) for part in parts.values()):
-        return False
     return name not in MIXTURES_IN_PARTS or isinstance(parts.get("mlp"), MLPShape)
 
 

@@ -4,6 +4,7 @@ and masks are of the new tokens. In 16 bits sums are in float32 if the config sa
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,8 +18,12 @@ from infuse.cache_names import cache_argument
 from infuse.generate import loop
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
+from infuse.layers.one_call import StepCall
+from infuse.native import kernels
 from tests.models.families import BY_NAME as OTHERS
 from tests.models.families import JAMBA, MAMBA, inputs
+from tests.support.one_calls import calls_noted, part_by_part
+from tests.support.tolerance import assert_near
 
 BY_NAME = {family.name: family for family in MAMBA}
 MODES: dict[str, dict[str, Any]] = {
@@ -121,6 +126,26 @@ def test_sums_in_bf16_models_are_as_wide_as_the_originals(name: str) -> None:
         assert all([h.dtype for h in result.hidden_states] == [wide] * 4 for result in results)
         errors += torch.stack([(result.logits - exact).square().mean() for result in results])
     assert errors[0] <= 1.5 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_steps_go_in_one_call(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where sums are wide and norms are not; the states after ten steps are those of the same steps by parts."""
+    model: Any = infuse.init_inference(BY_NAME[name].make(), dtype=dtype, verify="off").module
+    ids = inputs(BY_NAME[name], batch=2, tokens=17)["input_ids"]
+    found = []
+    for way in (part_by_part(model), nullcontext()):
+        cache = KVCache()
+        with way:
+            run(model, cache, input_ids=ids[:, :7], use_cache=True)
+            taken = calls_noted(StepCall, monkeypatch)
+            logits = [run(model, cache, input_ids=ids[:, at : at + 1], use_cache=True).logits for at in range(7, 17)]
+        found.append([*logits, *(state for slot in cache.slots for state in slot.storages)])
+    assert taken == [not isinstance(kernels(), str)] * 30
+    for ours, parts in zip(*found, strict=True):
+        assert ours.dtype == parts.dtype
+        assert_near(ours, parts, model.dtype, times=4)  # small products are summed in another order
 
 
 @pytest.mark.parametrize("quant", ["int8:16", "int4:16", "fp8"])

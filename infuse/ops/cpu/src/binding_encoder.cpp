@@ -108,6 +108,8 @@ struct EncoderMachine {
   T* apply(const Part&, const T*) const { return nullptr; }
   T* times(const T*, double) const { return nullptr; }
   T* scaled(const T*, double, bool) const { return nullptr; }
+  T* narrowed(const NormPart&, const T*) const { return nullptr; }
+  T* wide_sum(const T*, const T*) const { return nullptr; }
 
   // A buffer that holds no value.
   T* fresh() const {

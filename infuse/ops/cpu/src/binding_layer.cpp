@@ -71,7 +71,8 @@ class Held {
     const TablePart* table = parsed_->program.table();
     if (!x.is_contiguous() || x.numel() == 0 || x.dim() != (table ? 2 : 3)) return nullptr;
     if (table && x.scalar_type() != ScalarType::Long) return nullptr;
-    const Values values = table ? Values{table->type, table->width} : Values{x.scalar_type(), x.size(2)};
+    const Values values = table ? Values{table->type, table->width}
+                                : Values{parsed_->program.type_for(x.scalar_type()), x.size(2)};
     if (values != values_) taken_ = takes(parsed_->program, values), values_ = values;
     return taken_ ? parsed_ : nullptr;
   }

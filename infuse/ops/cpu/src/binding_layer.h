@@ -114,6 +114,19 @@ struct LinearAttentionPart {
   int64_t values() const { return heads * value_width; }
   int64_t conv_at() const { return std::min({q_at, k_at, v_at}); }
 };
+// [x | gate] = into(y); x is convolved, and `x` of it makes dt's input of `rank` columns, keys and queries of `states`
+// columns, each with a norm, if there is one. Several tokens on one state begin with none, as in the originals.
+struct SelectiveScanPart {
+  static constexpr std::string_view kKind = "selective_scan";
+  int64_t channels, states, rank, taps;
+  Maybe conv, conv_bias, A_log, dt_bias, D;
+  ProductPart into;
+  LinearPart x, dt, out;
+  std::optional<NormPart> dt_norm, key_norm, query_norm;
+  Storage convolved, state;
+  INFUSE_FIELDS(channels, states, rank, taps, conv, conv_bias, A_log, dt_bias, D, into, x, dt, out, dt_norm, key_norm,
+                query_norm, convolved, state)
+};
 struct MlpPart {
   static constexpr std::string_view kKind = "mlp";
   int64_t act;
@@ -228,9 +241,11 @@ bool sum_experts(const ExpertsPart& experts, const Array& x, int64_t tokens, int
 
 // The steps of architectures/program.py that C++ can run, and those around a decoder's blocks. A branch is the result
 // of attention, of an MLP or of a mixture: the part's kind says which.
-// scale and divide change x, what a table or a head has made, by a number, in place.
+// scale and divide change x, what a table or a head has made, by a number, in place. norm_narrowed rounds x to the type
+// of the norm's weight, in which all parts are; add_wide adds in float32, in which x is from then on.
 enum class Does {
-  norm, norm_stream, norm_branch, branch, add, add_norm, add_norm_stream, embed, place, head, scale, divide
+  norm, norm_stream, norm_branch, norm_narrowed, branch, add, add_wide, add_norm, add_norm_stream, embed, place, head,
+  scale, divide
 };
 template <>
 struct Words<Does> {
@@ -238,9 +253,11 @@ struct Words<Does> {
       {"norm", Does::norm},
       {"norm_stream", Does::norm_stream},
       {"norm_branch", Does::norm_branch},
+      {"norm_narrowed", Does::norm_narrowed},
       {"attention", Does::branch},
       {"mlp", Does::branch},
       {"add", Does::add},
+      {"add_wide", Does::add_wide},
       {"add_norm", Does::add_norm},
       {"add_norm_stream", Does::add_norm_stream},
       {"embed", Does::embed},
@@ -253,8 +270,8 @@ struct Step {
   static constexpr std::string_view kKind = "step";
   Does does;
   double scale;  // of the branch that is added, or of x
-  std::variant<std::monostate, NormPart, AttentionPart, CrossAttentionPart, ShortConvPart, LinearAttentionPart, MlpPart,
-               MoePart, LayerInputPart, TablePart, PlacePart, HeadPart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, CrossAttentionPart, ShortConvPart, LinearAttentionPart,
+               SelectiveScanPart, MlpPart, MoePart, LayerInputPart, TablePart, PlacePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
 };
 // Few tokens of a decoder, or many of an encoder.
@@ -275,6 +292,16 @@ struct Program {
   const TablePart* table() const { return std::get_if<TablePart>(&steps.front().part); }
   bool has_head() const {
     return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return step.does == Does::head; });
+  }
+  // The type of its parts for values of this type.
+  ScalarType type_for(ScalarType type) const {
+    for (const Step& step : steps) {
+      const auto* norm = std::get_if<NormPart>(&step.part);
+      if (step.does == Does::norm_narrowed && norm && norm->weight && type == ScalarType::Float) {
+        return norm->weight->scalar_type();
+      }
+    }
+    return type;
   }
 };
 
@@ -368,6 +395,19 @@ inline bool takes(const LinearAttentionPart& a, ScalarType type, int64_t columns
   return takes(a.into, type, columns, outputs_of(a.into)) && takes(a.out, type, a.values(), columns) &&
          takes_conv(a.conv, a.conv_bias, type, a.channels(), a.taps) && of_heads(a.A_log) && of_heads(a.dt_bias) &&
          of_heads(a.D) && normed && a.key_width <= kMostKeyWidth;
+}
+
+inline bool takes(const SelectiveScanPart& a, ScalarType type, int64_t columns) {
+  const ScalarType own = a.A_log->scalar_type();
+  const auto of_channels = [&](const Maybe& t, int64_t each) {
+    return t && t->scalar_type() == own && t->numel() == a.channels * each && t->is_contiguous();
+  };
+  return takes(a.into, type, columns, 2 * a.channels) && takes(a.x, type, a.channels, a.rank + 2 * a.states) &&
+         takes(a.dt, type, a.rank, a.channels) && takes(a.out, type, a.channels, columns) &&
+         takes_conv(a.conv, a.conv_bias, type, a.channels, a.taps) && (own == type || own == ScalarType::Float) &&
+         of_channels(a.A_log, a.states) && of_channels(a.dt_bias, 1) && of_channels(a.D, 1) &&
+         (!a.dt_norm || takes(*a.dt_norm, type, a.rank)) && (!a.key_norm || takes(*a.key_norm, type, a.states)) &&
+         (!a.query_norm || takes(*a.query_norm, type, a.states)) && a.states <= kMostStates;
 }
 
 inline bool takes(const MlpPart& mlp, ScalarType type, int64_t columns) {
@@ -464,6 +504,10 @@ bool run(const Program& program, M& m) {
       continue;
     }
     if (step.does != Does::norm_branch) m.y = m.x;  // the old y is no longer needed
+    if (step.does == Does::norm_narrowed) {
+      if (!(m.y = m.narrowed(*norm, m.x))) return false;
+      continue;
+    }
     if (step.does == Does::norm || step.does == Does::norm_stream) {
       if (!norm) continue;  // y = x
       m.y = m.norm(*norm, m.x);
@@ -475,6 +519,9 @@ bool run(const Program& program, M& m) {
     switch (step.does) {
       case Does::norm_branch: m.branch = m.norm(*norm, branch); break;
       case Does::add: m.x = m.y = m.sum(branch, m.x); break;
+      case Does::add_wide:
+        if (!(m.x = m.y = m.wide_sum(branch, m.x))) return false;
+        break;
       case Does::add_norm: m.add_norm(*norm, branch); break;  // x becomes the sum, y its norm
       default: m.add_norm(*norm, branch), m.x = m.y;
     }

@@ -22,9 +22,10 @@ void add_norm(const NormRule& rule, const Array& x, const Array& residual, const
 // weight + offset; if it `rounds`, it is rounded before. x and weight of one type, contiguous.
 void rounded_norm(const Array& x, const Array& weight, double eps, double offset, bool rounds, const Array& y);
 
-// binding_recurrence.cpp: the whole of each, on the threads that are there; `rows` of x.
+// binding_recurrence.cpp, binding_selective_scan.cpp: the whole of each, on the threads that are there; `rows` of x.
 void convolve(const ConvArgs& a);
 void scan(const ScanArgs& a);
+void selective(const SelectiveArgs& a);
 void gated_norm(const GatedNormArgs& a, int64_t rows);
 
 // binding_largest.cpp: for each row of x [..., V], contiguous, the index of its largest value: the first of equals, and

@@ -1,7 +1,16 @@
 // The selective scan as a PyTorch operator; ops/cpu/selective_scan.py checks shapes and dtypes.
 #include "binding.h"
+#include "binding_ops.h"
 
 namespace infuse {
+
+void selective(const SelectiveArgs& a) {
+  const int64_t each = std::min(a.channels, kScanChannels) * a.states * a.tokens;
+  const auto some = kernels().recurrence.selective;
+  over_rows(a.batch * tiles_in(a.channels, kScanChannels), each,
+            [&](int64_t begin, int64_t end) { some(a, begin, end); });
+}
+
 namespace {
 
 std::tuple<Tensor, Tensor> selective_scan(Tensor x, Tensor dt, Tensor keys, Tensor queries, MaybeTensor gate,
@@ -21,10 +30,7 @@ std::tuple<Tensor, Tensor> selective_scan(Tensor x, Tensor dt, Tensor keys, Tens
   a.before = static_cast<const float*>(data_of(state));
   a.after = static_cast<float*>(after.mutable_data_ptr()), a.y = y.mutable_data_ptr();
   a.type = type_of(x), a.weight_type = type_of(a_log);
-  const int64_t each = std::min(a.channels, kScanChannels) * a.states * a.tokens;
-  const auto some = kernels().recurrence.selective;
-  over_rows(a.batch * tiles_in(a.channels, kScanChannels), each,
-            [&](int64_t begin, int64_t end) { some(a, begin, end); });
+  selective(a);
   return {y, after};
 }
 

@@ -68,6 +68,19 @@ struct StepMachine {
     infuse::add_norm(part.rule(), *made, *x, sum, *y);
     x = sum;
   }
+  Maybe narrowed(const NormPart& part, const Maybe& of) const {
+    return norm(part, part.weight ? in_type(*of, part.weight->scalar_type()) : *of);
+  }
+  Maybe wide_sum(const Maybe& a, const Maybe& b) const {
+    return sum(in_type(*a, ScalarType::Float), in_type(*b, ScalarType::Float));
+  }
+  static Array in_type(const Array& from, ScalarType type) {
+    if (from.scalar_type() == type) return from;
+    const int64_t sizes[] = {from.size(0), from.size(1), from.size(2)};
+    const Array to(sizes, 3, type);
+    kernels().router.convert(from.const_data_ptr(), type_of(from), to.mutable_data_ptr(), type_of(to), from.numel());
+    return to;
+  }
   Maybe sum(const Maybe& a, const Maybe& b) const {
     Array to = array_as(*a);
     const void* from[] = {a->const_data_ptr(), b->const_data_ptr()};
@@ -182,6 +195,56 @@ struct StepMachine {
     gated.eps = float(a.eps), gated.gate_first = a.gate_first, gated.sigmoid = a.sigmoid, gated.type = type_of(y);
     gated_norm(gated, batch * tokens * gated.each);
     return times(a.out, y, *from);
+  }
+  Maybe apply(const SelectiveScanPart& a, const Maybe& from) const {
+    const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
+    const Maybe& state = a.state.array ? a.state.array : given.values;
+    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels, made = a.rank + 2 * a.states;
+    const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
+    const int64_t same = turns_of(state, tokens, {batch, channels, a.states}, ScalarType::Float);
+    if (!turns || same != turns) return std::nullopt;
+    const Array rows = array_rows(*from, 2 * channels), x = array_rows(*from, channels), of_x = array_rows(*from, made);
+    multiply(a.into, *from, rows, given.once);
+    wrote_state = true;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      ConvArgs conv = conv_of(a, rows, turn * 2 * channels, channels, *seen, x, turn, turns);
+      conv.silu = true;
+      convolve(conv);
+    }
+    multiply(a.x, x, of_x, given.once);
+    const Array dt = array_rows(*from, channels), y = array_rows(*from, channels);
+    multiply(a.dt, section(of_x, 0, a.rank, a.dt_norm), dt, given.once);
+    const Array keys = section(of_x, a.rank, a.states, a.key_norm);
+    const Array queries = section(of_x, a.rank + a.states, a.states, a.query_norm);
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t each = turns > 1 ? state->numel() / (turns + 1) : 0;
+      SelectiveArgs scanned{};
+      scanned.x = bytes_at(x, turn * channels), scanned.dt = bytes_at(dt, turn * channels);
+      scanned.gate = bytes_at(rows, turn * 2 * channels + channels), scanned.y = bytes_at(y, turn * channels);
+      scanned.keys = bytes_at(keys, turn * a.states), scanned.queries = bytes_at(queries, turn * a.states);
+      scanned.x_t = scanned.dt_t = channels, scanned.gate_t = 2 * channels;
+      scanned.keys_t = scanned.queries_t = a.states;
+      scanned.x_b = scanned.dt_b = channels * tokens, scanned.gate_b = 2 * channels * tokens;
+      scanned.keys_b = scanned.queries_b = a.states * tokens;
+      scanned.a_log = a.A_log->const_data_ptr(), scanned.dt_bias = a.dt_bias->const_data_ptr();
+      scanned.skip = a.D->const_data_ptr();
+      const bool goes_on = tokens == turns;
+      scanned.before = goes_on ? static_cast<const float*>(state->const_data_ptr()) + turn * each : nullptr;
+      scanned.after = static_cast<float*>(state->mutable_data_ptr()) + turn * each + each;
+      scanned.batch = batch, scanned.tokens = tokens / turns, scanned.channels = channels, scanned.states = a.states;
+      scanned.type = type_of(x), scanned.weight_type = type_of(*a.A_log);
+      selective(scanned);
+    }
+    return times(a.out, y, *from);
+  }
+  // Columns [at, at + width) of rows [B, T, ...], normalised if there is a norm.
+  Array section(const Array& rows, int64_t at, int64_t width, const std::optional<NormPart>& part) const {
+    const Array some = array_rows(rows, width);
+    const size_t row_bytes = size_t(width) * rows.element_size();
+    for (int64_t row = 0; row < rows.numel() / rows.size(2); ++row) {
+      std::memcpy(bytes_at(some, row * width), bytes_at(rows, row * rows.size(2) + at), row_bytes);
+    }
+    return part ? *norm(*part, some) : some;
   }
   // The logarithms of decays [tokens, heads], and then beta or dt. One token alone is a step, whose dt has no limits.
   static std::vector<float> decays(const LinearAttentionPart& a, const Array& rows, int64_t tokens, int64_t new_tokens) {
