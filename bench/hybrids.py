@@ -5,10 +5,10 @@
     python bench/hybrids.py --models qwen3_5 --save FOLDER    # for llama.cpp's convert_hf_to_gguf.py
     python bench/hybrids.py --gguf FOLDER/model.gguf          # beside ik_llama.cpp on the same file
 
-Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B. A
-token's bound are the bytes of weights (of mixtures: those of the chosen experts), states and cached keys and values
-over the rate at which memory is read before and after it; a prompt's are its operations over the rate of a bfloat16
-matmul before and after it.
+Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B; and
+of 0.35 to 0.6 B, with --prompt 0: falcon_h1, mamba2, falcon_mamba, jamba. A token's bound are the bytes of weights
+(of mixtures: those of the chosen experts), states and cached keys and values over the rate at which memory is read
+before and after it; a prompt's are its operations over the rate of a bfloat16 matmul before and after it.
 `--plain` also times transformers in bfloat16.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor
 import infuse
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import MoEShape
-from infuse.architectures.state_attention import LinearAttentionShape
+from infuse.architectures.short_conv import ShortConvShape
 from infuse.cli.gguf_file import read_gguf_config
 from infuse.profile.probe import MemoryReader, matmul_rate
 from peers import PROGRAM, Peer, ours, prefill
@@ -73,11 +73,46 @@ def _lfm2(layers: int = 16) -> Any:
     return t.Lfm2ForCausalLM(config)
 
 
+def _falcon_h1() -> Any:
+    return t.FalconH1ForCausalLM(t.FalconH1Config(
+        **_COMMON, hidden_size=1024, intermediate_size=2048, num_hidden_layers=36, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128,
+        mamba_n_groups=1, mamba_rms_norm=False, mamba_norm_before_gate=False,
+    ))  # fmt: skip
+
+
+def _mamba2() -> Any:
+    return t.Mamba2ForCausalLM(t.Mamba2Config(
+        **_COMMON, hidden_size=1024, num_hidden_layers=48, num_heads=32, head_dim=64, state_size=128, n_groups=1
+    ))  # fmt: skip
+
+
+def _falcon_mamba() -> Any:
+    return t.FalconMambaForCausalLM(t.FalconMambaConfig(
+        **_COMMON, hidden_size=1536, num_hidden_layers=24, state_size=16, time_step_rank=96
+    ))  # fmt: skip
+
+
+def _jamba() -> Any:
+    return t.JambaForCausalLM(t.JambaConfig(
+        **_COMMON, hidden_size=1536, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=4, attn_layer_period=8, attn_layer_offset=4, num_experts=1, num_experts_per_tok=1,
+        mamba_dt_rank=96,
+    ))  # fmt: skip
+
+
 MODELS = {"qwen3_5": _qwen3_5, "granite": _granite, "lfm2": _lfm2}
+OTHERS = {"falcon_h1": _falcon_h1, "mamba2": _mamba2, "falcon_mamba": _falcon_mamba, "jamba": _jamba}
 
 
 def made(name: str) -> Any:
     torch.manual_seed(0)
+    if name in OTHERS:
+        torch.set_default_dtype(torch.bfloat16)
+        model = OTHERS[name]().eval()
+        torch.set_default_dtype(torch.float32)
+        model.generation_config.eos_token_id = None
+        return model
     with torch.device("meta"):
         model = MODELS[name]()
     model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
@@ -156,7 +191,7 @@ def bytes_of(engine: Any, batch: int, context: int) -> float:
                 read -= whole * unseen
         for mixer in step.shape.mixers.values():
             rows = sum(heads * width for heads, width in mixer.cached_rows)
-            state_bytes = (4 if isinstance(mixer, LinearAttentionShape) else 2) * mixer.state_values
+            state_bytes = (2 if isinstance(mixer, ShortConvShape) else 4) * mixer.state_values
             read += batch * (2 * rows * context + state_bytes)
     return read
 
@@ -192,7 +227,7 @@ def measure(
     name: str, format: str, args: argparse.Namespace, decode: Table, prefill: Table, reader: MemoryReader
 ) -> None:
     model = made(name)
-    operations = operations_of(model, args.prompt)
+    operations = operations_of(model, args.prompt) if args.prompt else 0.0
     quant = {} if format == "bfloat16" else {"quant": format}
     engine = infuse.init_inference(model, dtype=torch.bfloat16, progress=False, verify="off", **quant)
     generator = torch.Generator().manual_seed(0)
@@ -211,10 +246,12 @@ def measure(
                 f"{run.rate / 1e9:.1f}", f"{read / run.readable:.2f}", f"{run.readable / alone:.2f}" if alone else "",
             )  # fmt: skip
     pairs = []
-    for _ in range(args.repeats):
+    for _ in range(args.repeats if args.prompt else 0):
         rate = matmul_rate(torch.bfloat16)
         seconds = timed(engine, ids(1, args.prompt), 2, reader).first
         pairs.append((operations / seconds / (rate + matmul_rate(torch.bfloat16)) * 2, seconds, rate))
+    if not pairs:
+        return
     share, seconds, rate = sorted(pairs)[len(pairs) // 2]
     _row(
         prefill, name, format, f"{args.prompt}", f"{1e3 * seconds:.0f}", f"{operations / 1e12:.2f}",
@@ -226,15 +263,16 @@ def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table, re
     """transformers' own figures, in bfloat16."""
     model = made(name)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 60000, (1, args.prompt), generator=generator)
+    ids = torch.randint(5, 60000, (1, max(args.prompt, args.contexts[0])), generator=generator)
     with torch.inference_mode():
         timed(model, ids[:, :64], 4, reader)
         run = timed(model, ids[:, : args.contexts[0]], 9, reader)
         _row(decode, name, "transformers bfloat16", "1", f"{args.contexts[0]}", f"{1e3 * run.seconds:.2f}", "",
             f"{run.rate / 1e9:.1f}", "", "",
         )  # fmt: skip
-        first = timed(model, ids, 4, reader).first
-    _row(prefill, name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
+        first = timed(model, ids, 4, reader).first if args.prompt else 0.0
+    if args.prompt:
+        _row(prefill, name, "transformers bfloat16", f"{args.prompt}", f"{1e3 * first:.0f}", *[""] * 3)
 
 
 def beside(path: Path, args: argparse.Namespace) -> Table:
@@ -267,11 +305,13 @@ def beside(path: Path, args: argparse.Namespace) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *OTHERS], default=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 32768])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument(
+        "--prompt", type=int, default=2048, help="0: steps alone, as for the models beside the default ones"
+    )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="time transformers, too")

@@ -146,9 +146,14 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         if shape.merges_gate:
             qkv, gate = qkv.split((self._all_heads * shape.head_width, shape.heads * shape.head_width), dim=-1)
         if shape.factors is not None:
-            widths = (shape.heads * shape.head_width, *(shape.kv_heads * shape.head_width,) * 2)
-            qkv = times_sections(qkv, shape.factors, widths)
+            qkv = times_sections(qkv, shape.factors, self._widths)
         return qkv, gate
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """Columns of queries, keys and values in the first product."""
+        shape = self.shape
+        return shape.heads * shape.head_width, *(shape.kv_heads * shape.head_width,) * 2
 
     def _projected(self, out: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
         """Normalise and gate the heads, and multiply them with the last matrix."""
@@ -166,7 +171,6 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         decline_if(
             {
                 "q, k and v are clipped": shape.clip,
-                "attention has multipliers": shape.factors is not None,
                 "q and k are normalised after the rotation": shape.norm_after,
                 "attention's output gate is no sigmoid": shape.gate is not None and shape.gate.function != GATE_SIGMOID,
                 "an encoder normalises values or heads": to.of_encoder and (shape.v_norm or shape.out_norm),
@@ -182,6 +186,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         to.tensor("sinks")
         for name in ("qkv", "out", "gate", "q_norm", "k_norm", "v_norm", "out_norm"):
             to.part(name)
+        to.factors(shape.factors, self._widths)
         to.storage("keys", "values")
         if isinstance(self.positions, LearnedBias):
             to.storage("bias")

@@ -69,7 +69,6 @@ class MLP(Settled, NativePart):
         decline_if(
             {
                 "an encoder's MLP has a norm inside": to.of_encoder and self._modules["norm"] is not None,
-                "an MLP has multipliers": self._factors is not None,
                 "an MLP's last matrix is in float32": self._wide,
             }
         )
@@ -77,3 +76,4 @@ class MLP(Settled, NativePart):
         to.part("up")
         to.part("down")
         to.part("norm")
+        to.factors(self._factors, self._widths)

@@ -6,13 +6,14 @@ an error. layers/one_call.py watches the modules whose tensors a text names, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from infuse.architectures.multipliers import Factors
 from infuse.architectures.program import NORM, Step
 from infuse.layers.inputs import Inputs
 from infuse.native import kernels
@@ -257,6 +258,22 @@ class PartWriter:
         self.put(code=-1, outputs=outputs, scale=NONE, zero=NONE)
         self.tensor("weight")
         self.tensor("bias")
+
+    def factors(self, factors: Factors | None, widths: Sequence[int]) -> None:
+        """Write the multipliers of the part, whose first product has sections of these widths."""
+        if factors is None:
+            self.program.word("factors", NONE)
+            return
+        if self.of_encoder:
+            raise NotNative("an encoder's part has multipliers")
+        with self.program.inside("factors", "factors"):
+            self.put(rounded=factors.rounded)
+            self.put_reals(before=factors.before, after=factors.after)
+            with self.program.inside("sections", "list"):
+                for width, factor in zip(widths, factors.sections, strict=True):
+                    with self.program.inside("section", "section"):
+                        self.put(columns=width)
+                        self.put_reals(factor=factor)
 
     def must_stay_none(self, attribute: str) -> None:
         self.program.absent.append(Place(self.node, "", attribute))

@@ -7,13 +7,14 @@ same result. What a part is in C++, its own layer says (native_part.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import getitem, is_
+from itertools import pairwise
+from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.program import Program
+from infuse.architectures.program import ATTENTION, Program
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks, rounds_activations
@@ -142,6 +143,7 @@ class StepCall(BlockCall):
         self.causal: bool = block.shape.causal  # type: ignore[union-attr,assignment]
         mixers = block.shape.mixers.items()  # type: ignore[union-attr,operator]
         self.reader = next((name for name, mixer in mixers if mixer.reads_states), "")
+        self.beside = next((name for name, mixer in mixers if mixer.beside), "")
         if rounds_activations(block):
             self.most_rows = min(few.plain_rows, few.code_rows_integer)
 
@@ -169,6 +171,12 @@ class StepCall(BlockCall):
                 return None
             keys, values, states_mask = of_states
             native_inputs = native_inputs._replace(state_keys=keys, state_values=values, states_mask=states_mask)
+        other: Any = block._modules[self.beside] if self.beside else None
+        if other is not None:
+            its_own = other.native_inputs(x_BTC, inputs)
+            if its_own is None:
+                return None
+            native_inputs = native_inputs._replace(state_keys=its_own.keys, state_values=its_own.values)
         if over := self._program.over:
             value = inputs.values[over]
             if not isinstance(value, Tensor):
@@ -177,6 +185,8 @@ class StepCall(BlockCall):
         out = native.run(x_BTC, *native_inputs)
         if out is not None and mixer is not None:
             mixer.was_run(x_BTC, inputs)
+        if out is not None and other is not None:
+            other.was_run(x_BTC, inputs)
         return out
 
 
@@ -198,11 +208,20 @@ class EncoderCall(BlockCall):
 def program_text(machine: str, block: nn.Module, program: Program) -> ProgramText:
     """Write the program of a block. NotNative if C++ cannot run it."""
     text = ProgramText(machine, 1)
-    for step in program:
+    for step in states_last(block, program):
         if machine == ENCODER and step.scale != 1.0:
             raise NotNative("an encoder's branches are scaled")
         text.step(step, 0, block)
     return text
+
+
+def states_last(block: nn.Module, program: Program) -> Program:
+    """The program with attention before the states beside it: what C++ cannot do, it finds before it changes these."""
+    steps, shape = [*program], block.shape
+    for at, (first, then) in enumerate(pairwise(program)):
+        if first.does == then.does == ATTENTION and shape.mixers[first.part].beside:  # type: ignore[union-attr,index]
+            steps[at : at + 2] = then, first
+    return tuple(steps)
 
 
 def make_one_call(
@@ -211,7 +230,9 @@ def make_one_call(
     """Make the one call of a block; or None, and why it runs part by part."""
     if set(bodies.values()) != {"cpu"}:
         return None, "not all of its ops have C++ bodies"
-    if sum(not mixer.reads_states for mixer in block.shape.mixers.values()) > 1:
+    mixers = [*block.shape.mixers.values()]
+    beside, readers = (sum(map(attrgetter(kind), mixers)) for kind in ("beside", "reads_states"))
+    if len(mixers) - beside - readers > 1 or (beside and (beside > 1 or readers)):
         return None, "tokens are mixed more than once"
     try:
         if block.shape.decodes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from infuse.layers.linear import Linear, Quantized, QuantizedLinear
 from infuse.layers.named_attention import names_ours
 from infuse.layers.native_part import FEW_TOKENS, NONE, NotNative, PartWriter, ProgramText
 from infuse.layers.norm import Norm
-from infuse.layers.one_call import OneCall, StepCall
+from infuse.layers.one_call import OneCall, StepCall, states_last
 from infuse.layers.position import LearnedBias, PassedCosSin, Positions
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.layers.recurrent import Recurrent
@@ -84,11 +84,10 @@ class StackCall(OneCall):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
-        mixers = [_mixer_of(block) for block in blocks]
-        attentions: list[Any] = [each for each in mixers if each is not None and not isinstance(each, Recurrent)]
+        mixers = [_Placed(call.index, mixer) for call, block in zip(calls, blocks, strict=True)
+                  for mixer in _mixers_of(block)]  # fmt: skip
+        attentions = [each.mixer for each in mixers if not isinstance(each.mixer, Recurrent)]
         attns = [mixer.shape for mixer in attentions]
-        if any(each.shape.beside for each in mixers if each is not None):
-            return None
         if any(step.does == ADD_WIDE for block in blocks for step in block._program):
             return None  # what follows takes sums in another type
         learned = [isinstance(each._modules.get("positions"), LearnedBias) for each in attentions]
@@ -115,7 +114,7 @@ class StackCall(OneCall):
         blocks: Sequence[Any],
         after: list[nn.Module | None],
         calls: Sequence[StepCall],
-        mixers: Sequence[Any],
+        mixers: Sequence[_Placed],
         x_BTC: Tensor,
         around: Around,
     ):
@@ -129,9 +128,8 @@ class StackCall(OneCall):
         self._embedding = before[0] if before else None
         self._last_norm = None if not after or after[0] is None else _Written.of(after[0])
         self._blocks = blocks
-        there = [(call.index, mixer) for call, mixer in zip(calls, mixers, strict=True) if mixer is not None]
-        self._indices, self._mixers = [index for index, _ in there], [mixer for _, mixer in there]
-        self._attentions = [mixer for mixer in self._mixers if not isinstance(mixer, Recurrent)]
+        self._mixers = mixers
+        self._attentions = [each.mixer for each in mixers if not isinstance(each.mixer, Recurrent)]
         self._most_rows = min(call.most_rows for call in calls)
         self.readers = [block._modules[call.reader] for block, call in zip(blocks, calls, strict=True) if call.reader]
 
@@ -144,10 +142,7 @@ class StackCall(OneCall):
             return None
         if len(self.readers) != (0 if states is None else len(self._blocks)):
             return None
-        slots: list[Any] = [
-            cache.slot(index, StateSlot if isinstance(mixer, Recurrent) else KVSlot)
-            for index, mixer in zip(self._indices, self._mixers, strict=True)
-        ]
+        slots = [each.slot_in(cache) for each in self._mixers]
         tensors = self._tensors(self._roots)
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):
             return None
@@ -166,7 +161,7 @@ class StackCall(OneCall):
         """Make room for a new token in each slot, and hold the program for these. Return for how many tokens, too."""
         room, storages = math.inf, []
         bias: Tensor | None = None
-        for number, (slot, mixer) in enumerate(zip(slots, self._mixers, strict=True)):
+        for number, (slot, (_, mixer)) in enumerate(zip(slots, self._mixers, strict=True)):
             if isinstance(slot, StateSlot):
                 slot.in_place(len(x_BTC), 1, mixer.filler)
             else:
@@ -282,7 +277,7 @@ def _program(
                 text.word("offset", places.offset)
                 PartWriter(text, places.module, 0).tensor("table", places.name)
     for node, block in enumerate(blocks, first + len(before)):
-        for step in block._program:
+        for step in states_last(block, block._program):
             text.step(step, node, block)
     if after:
         _write_end(text, first - 1, after[0], after[1], around)
@@ -311,10 +306,24 @@ def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around:
         _write_number(text, "divide" if divides else "scale", end)
 
 
-def _mixer_of(block: Any) -> Any:
-    """What mixes a block's tokens, if anything does."""
-    own = [name for name, mixer in block.shape.mixers.items() if not mixer.reads_states]
-    return block._modules[own[0]] if own else None
+class _Placed(NamedTuple):
+    """What mixes tokens, and the number of its layer in a cache."""
+
+    layer: int
+    mixer: Any
+
+    def slot_in(self, cache: KVCache) -> Any:
+        kind = StateSlot if isinstance(self.mixer, Recurrent) else KVSlot
+        if self.mixer.shape.beside:
+            return cache.slot_of(self.layer, self.mixer._name, kind)
+        return cache.slot(self.layer, kind)
+
+
+def _mixers_of(block: Any) -> list[Any]:
+    """What mixes a block's tokens, but for those that read an encoder's states, in the order of its program."""
+    own = block.shape.mixers
+    steps = states_last(block, block._program)
+    return [block._modules[step.part] for step in steps if step.part in own and not own[step.part].reads_states]
 
 
 def _write_number(text: ProgramText, does: str, number: float) -> None:

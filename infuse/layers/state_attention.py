@@ -111,13 +111,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
     def native(self, to: PartWriter) -> None:
         shape, norm = self.shape, self.shape.norm
         least, most = shape.limits
-        decline_if(
-            {
-                "an encoder has no states": to.of_encoder,
-                "it has multipliers": shape.factors is not None,
-                "ranks share a norm": norm.shared_by,
-            }
-        )
+        decline_if({"an encoder has no states": to.of_encoder, "ranks share a norm": norm.shared_by})
         to.put(heads=shape.heads, key_heads=shape.key_heads, key_width=shape.key_width, value_width=shape.value_width)
         starts, at = {}, 0
         for section, rows in shape.rows.items():
@@ -126,11 +120,18 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
             q_at=starts[Q], k_at=starts[K], v_at=starts[V], gate_at=starts[GATE], beta_at=starts.get(BETA, -1),
             step_at=starts[STEP],
         )  # fmt: skip
-        to.put(delta=shape.delta, gate_first=norm.gate_first, sigmoid=norm.sigmoid, norm_width=norm.width)
+        to.put(
+            beside=shape.beside,
+            delta=shape.delta,
+            gate_first=norm.gate_first,
+            sigmoid=norm.sigmoid,
+            norm_width=norm.width,
+        )
         to.put_reals(scale=shape.scale, beta_factor=shape.beta_factor, least=least, most=most, eps=norm.eps)
         self.native_conv(to)
         for leaf in ("A_log", "dt_bias", "D", "norm"):
             to.tensor(leaf)
         to.part("in", as_field="into")
         to.part("out")
+        to.factors(shape.factors, [*shape.rows.values()])
         to.storage("convolved", "state")

@@ -116,6 +116,7 @@ def test_candidates_from_an_assistant(name: str, kind: str, verified: list[int])
 
 IN_ONE_CALL = (
     "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "mamba2", "jamba",
+    "falcon_h1-gated-norm",
 )  # fmt: skip
 
 

@@ -201,6 +201,7 @@ class Renamed(nn.Module, NativePart):
         to.part("first", as_field="up")
         to.part("second", as_field="down")
         to.part("norm")  # which there is none
+        to.factors(None, ())
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, i
   if (!parsed) return std::nullopt;
   if (parsed->program.machine == Machine::encoder) return run_encoder(parsed->program, x, mask);
   Given given{array_of(cos), array_of(sin), array_of(mask), array_of(bias), written(keys), written(values),
-              array_of(value), array_of(state_keys), array_of(state_values), array_of(states_mask), start, parsed->once};
+              array_of(value), written(state_keys), written(state_values), array_of(states_mask), start, parsed->once};
   if (turn >= 0) given.cos = turned(given.cos, turn), given.sin = turned(given.sin, turn);
   return run_on_team(parsed->program, given, from);
 }
@@ -194,8 +194,8 @@ MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor si
 
 INFUSE_OPERATORS(CPU,
     {"run(int held, Tensor x, Tensor? cos, Tensor? sin, int turn, Tensor? mask, Tensor? bias, Tensor(a!)? keys, "
-     "Tensor(b!)? values, int start, Tensor? value, Tensor? state_keys, Tensor? state_values, Tensor? states_mask) -> "
-     "Tensor?",
+     "Tensor(b!)? values, int start, Tensor? value, Tensor(c!)? state_keys, Tensor(d!)? state_values, "
+     "Tensor? states_mask) -> Tensor?",
      TORCH_BOX(&run_held)},
     {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends, "
      "Tensor? states_mask) -> Tensor?", TORCH_BOX(&run_tokens)})

@@ -51,6 +51,21 @@ inline int64_t outputs_of(const ProductPart& product) {
   const auto* joined = std::get_if<JoinedPart>(&product);
   return joined ? joined->outputs : std::get<LinearPart>(product).outputs;
 }
+// Multipliers of a part's input, of sections of its first product, and of its result, each rounded; if they are
+// `rounded`, those of sections themselves, too.
+struct SectionPart {
+  static constexpr std::string_view kKind = "section";
+  int64_t columns;
+  double factor;
+  INFUSE_FIELDS(columns, factor)
+};
+struct FactorsPart {
+  static constexpr std::string_view kKind = "factors";
+  double before, after;
+  bool rounded;
+  std::vector<SectionPart> sections;
+  INFUSE_FIELDS(before, after, rounded, sections)
+};
 // Keys and values, if the program holds them, [B, K, S, D]; else each step gives them. If they are `borrowed`, qkv makes
 // queries alone, and nothing is appended. The sigmoid of a gate multiplies the heads: if it is `gated`, that of the last
 // rows of qkv, else that of `gate`, if there is one, with one row for each feature or head. The window is as in
@@ -66,9 +81,10 @@ struct AttentionPart {
   LinearPart out;
   std::optional<LinearPart> gate;
   std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
+  std::optional<FactorsPart> factors;
   Storage keys, values, bias;
   INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, gated, scale, softcap, sinks, qkv, out, gate,
-                q_norm, k_norm, v_norm, out_norm, keys, values, bias)
+                q_norm, k_norm, v_norm, out_norm, factors, keys, values, bias)
 
   int64_t all_heads() const { return (borrowed ? heads : heads + 2 * kv_heads) + (gated ? heads : 0); }
 };
@@ -96,19 +112,21 @@ struct ShortConvPart {
   int64_t channels() const { return outputs_of(into) / 3; }
 };
 // The sections of `into` begin at *_at; queries, keys and values are next to each other. beta_at is -1 for state spaces,
-// whose dt, between `least` and `most`, takes its place.
+// whose dt, between `least` and `most`, takes its place. One `beside` attention is given its states where others have
+// those of an encoder.
 struct LinearAttentionPart {
   static constexpr std::string_view kKind = "linear_attention";
   int64_t heads, key_heads, key_width, value_width, q_at, k_at, v_at, gate_at, beta_at, step_at, norm_width, taps;
-  bool delta, gate_first, sigmoid;
+  bool delta, gate_first, sigmoid, beside;
   double scale, beta_factor, least, most, eps;
   Maybe conv, conv_bias, A_log, dt_bias, D, norm;
   ProductPart into;
   LinearPart out;
+  std::optional<FactorsPart> factors;
   Storage convolved, state;
   INFUSE_FIELDS(heads, key_heads, key_width, value_width, q_at, k_at, v_at, gate_at, beta_at, step_at, norm_width, taps,
-                delta, gate_first, sigmoid, scale, beta_factor, least, most, eps, conv, conv_bias, A_log, dt_bias, D,
-                norm, into, out, convolved, state)
+                delta, gate_first, sigmoid, beside, scale, beta_factor, least, most, eps, conv, conv_bias, A_log,
+                dt_bias, D, norm, into, out, factors, convolved, state)
 
   int64_t channels() const { return 2 * key_heads * key_width + values(); }
   int64_t values() const { return heads * value_width; }
@@ -134,7 +152,8 @@ struct MlpPart {
   ProductPart up;
   LinearPart down;
   std::optional<NormPart> norm;  // of the inner values
-  INFUSE_FIELDS(act, gated, up, down, norm)
+  std::optional<FactorsPart> factors;
+  INFUSE_FIELDS(act, gated, up, down, norm, factors)
 
   int64_t inner() const { return outputs_of(up) / (gated ? 2 : 1); }
 };

@@ -93,7 +93,9 @@ struct StepMachine {
     if (!keys || !values) return std::nullopt;
     const int64_t batch = from->size(0), tokens = from->size(1);
     const Array qkv = array({batch, tokens, a.all_heads(), a.width}, *from);
-    multiply(a.qkv, *from, qkv, given.once);
+    const Maybe into = before(a.factors, from);
+    multiply(a.qkv, *into, qkv, given.once);
+    times_sections(a.factors, qkv, a.all_heads() * a.width);
     norm_heads(a.q_norm, qkv, 0, a.heads);
     if (!a.borrowed) {
       norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
@@ -115,13 +117,13 @@ struct StepMachine {
     if (a.gated) multiply_by_sigmoids(attended, qkv, (a.all_heads() - a.heads) * a.width);
     if (a.gate) {
       const Array gates = array({batch, tokens, a.gate->outputs}, *from);
-      multiply(*a.gate, *from, gates, given.once);
+      multiply(*a.gate, *into, gates, given.once);
       a.gate->outputs == a.heads ? multiply_heads(attended, gates) : multiply_by_sigmoids(attended, gates, 0);
     }
-    if (!a.out_norm) return times(a.out, attended, *from);
+    if (!a.out_norm) return after(a.factors, times(a.out, attended, *from));
     const Array rows = array({batch, tokens, a.heads * a.width}, *from);
     std::memcpy(rows.mutable_data_ptr(), attended.const_data_ptr(), size_t(rows.numel()) * rows.element_size());
-    return times(a.out, *norm(*a.out_norm, rows), *from);
+    return after(a.factors, times(a.out, *norm(*a.out_norm, rows), *from));
   }
   Maybe apply(const CrossAttentionPart& a, const Maybe& from) const {
     const Maybe& keys = a.keys.array ? a.keys.array : given.state_keys;
@@ -155,14 +157,15 @@ struct StepMachine {
     return times(a.out, y, *from);
   }
   Maybe apply(const LinearAttentionPart& a, const Maybe& from) const {
-    const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
-    const Maybe& state = a.state.array ? a.state.array : given.values;
+    const Maybe& seen = a.convolved.array ? a.convolved.array : a.beside ? given.state_keys : given.keys;
+    const Maybe& state = a.state.array ? a.state.array : a.beside ? given.state_values : given.values;
     const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels(), width = outputs_of(a.into);
     const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
     const int64_t same = turns_of(state, tokens, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float);
     if (!turns || same != turns) return std::nullopt;
     const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
-    multiply(a.into, *from, rows, given.once);
+    multiply(a.into, *before(a.factors, from), rows, given.once);
+    times_sections(a.factors, rows, width);
     const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens / turns);
     std::vector<float> skip(a.D ? size_t(a.heads) : 0);
     if (a.D) widen(*a.D, skip.data());
@@ -194,7 +197,33 @@ struct StepMachine {
     gated.weight_rows = a.norm ? a.norm->numel() / a.norm_width : 1;
     gated.eps = float(a.eps), gated.gate_first = a.gate_first, gated.sigmoid = a.sigmoid, gated.type = type_of(y);
     gated_norm(gated, batch * tokens * gated.each);
-    return times(a.out, y, *from);
+    return after(a.factors, times(a.out, y, *from));
+  }
+  // ---- multipliers
+  Maybe before(const std::optional<FactorsPart>& factors, const Maybe& x) const {
+    return factors && factors->before != 1 ? times(x, factors->before) : x;
+  }
+  Maybe after(const std::optional<FactorsPart>& factors, const Maybe& y) const {
+    return factors && factors->after != 1 ? times(y, factors->after) : y;
+  }
+  // Rows of so many columns, in place.
+  static void times_sections(const std::optional<FactorsPart>& factors, const Array& rows, int64_t columns) {
+    if (!factors) return;
+    int64_t at = 0;
+    for (const SectionPart& section : factors->sections) {
+      float factor = float(section.factor);
+      if (factors->rounded && type_of(rows) != Type::f32) {
+        uint16_t rounded;
+        kernels().router.convert(&factor, Type::f32, &rounded, type_of(rows), 1);
+        kernels().router.convert(&rounded, type_of(rows), &factor, Type::f32, 1);
+      }
+      for (int64_t row = at; factor != 1 && row < rows.numel(); row += columns) {
+        void* some = bytes_at(rows, row);
+        const void* from[] = {some};
+        kernels().experts.weigh({from, &factor, 1, some, type_of(rows)}, 0, section.columns);
+      }
+      at += section.columns;
+    }
   }
   Maybe apply(const SelectiveScanPart& a, const Maybe& from) const {
     const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
@@ -320,10 +349,11 @@ struct StepMachine {
   }
   Maybe apply(const MlpPart& a, const Maybe& from) const {
     const Array inner = array_rows(*from, outputs_of(a.up)), active = array_rows(*from, a.inner());
-    multiply(a.up, *from, inner, given.once);
+    multiply(a.up, *before(a.factors, from), inner, given.once);
+    times_sections(a.factors, inner, outputs_of(a.up));
     const bool done = a.gated ? gated_activation(inner, a.act, active) : activation(inner, a.act, active);
     if (!done) return std::nullopt;
-    return times(a.down, a.norm ? *norm(*a.norm, active) : active, *from);
+    return after(a.factors, times(a.down, a.norm ? *norm(*a.norm, active) : active, *from));
   }
   Maybe apply(const LayerInputPart& a, const Maybe& from) const {
     const int64_t width = a.gate.outputs, rows = from->numel() / from->size(2);
