@@ -143,6 +143,7 @@ def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: b
 CONV_TOKENS, CONV_CHANNELS = 32, 64  # of a program at most: 16 values for each of its 128 threads
 # Of the state, in registers of each thread. Its products with a key or a query need as many, and a thread has 255.
 SCANNED_VALUES = 32
+SCANNED_CHANNELS = 32  # of a selective scan: one for each thread of a warp, with all of its states
 FEW_SCANNED = 8  # tokens for which reading and writing the state takes longer than computing with it
 LARGEST_STATE_WIDTH = 1024  # of keys
 
@@ -153,6 +154,11 @@ class ScanTiles:
 
     columns: int
     warps: int
+
+
+def scan_warps(values: int) -> int:
+    """Of a selective scan whose program has so many values of states; at most 8 warps."""
+    return min(max(values // (32 * SCANNED_VALUES), 1), 8)
 
 
 def scan_tiles(width: int, columns: int, tokens: int) -> ScanTiles:

@@ -32,7 +32,7 @@ from infuse.ops.triton.norm import LARGEST_WIDTH
 MOST_TAPS = 16  # the kernel's loop over them is unrolled
 
 
-def _with_columns(x: Tensor) -> Tensor:
+def with_columns(x: Tensor) -> Tensor:
     """x with its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -50,8 +50,8 @@ def _causal_conv(
     takes = takes and (state is None or state.shape == (batch, taps, channels))
     if not takes or (bias is not None and bias.shape != (channels,)):
         return causal_conv.reference(x, weight, bias, state, gate, out_gate, silu)
-    x, weight = _with_columns(x), weight.contiguous()
-    gate, out_gate = (None if each is None else _with_columns(each) for each in (gate, out_gate))
+    x, weight = with_columns(x), weight.contiguous()
+    gate, out_gate = (None if each is None else with_columns(each) for each in (gate, out_gate))
     bias, state = (None if each is None else each.contiguous() for each in (bias, state))
     strides = [(0, 0) if each is None else each.stride()[:2] for each in (x, gate, out_gate)]
     y, after = x.new_empty(x.shape), x.new_empty(batch, taps, channels)
@@ -74,7 +74,7 @@ def _decay(
     takes = takes and (beta is None or (beta.shape == step.shape and beta.dtype is step.dtype))
     if not takes or (heads,) != a_log.shape or a_log.shape != dt_bias.shape:
         return decay.reference(step, beta, a_log, dt_bias, least, most, factor)
-    step, beta = _with_columns(step), None if beta is None else _with_columns(beta)
+    step, beta = with_columns(step), None if beta is None else with_columns(beta)
     a_log, dt_bias = a_log.contiguous(), dt_bias.contiguous()
     out, taken = (torch.empty(step.shape, dtype=torch.float32, device=step.device) for _ in range(2))
     rows = step.numel() // heads
@@ -101,7 +101,7 @@ def _linear_attention(
     if not takes or (skip is not None and skip.shape != (heads,)):
         body = linear_attention.body("torch")
         return body(q, k, v, decay, beta, skip, state, scale, normalise, delta)
-    q, k, v = (_with_columns(each) for each in (q, k, v))
+    q, k, v = (with_columns(each) for each in (q, k, v))
     decay, beta = decay.contiguous(), beta.contiguous()
     skip, state = (None if each is None else each.contiguous() for each in (skip, state))
     out, after = v.new_empty(v.shape), v.new_empty(batch, heads, width, columns, dtype=torch.float32)
@@ -125,7 +125,7 @@ def _gated_norm(
     takes = takes and 0 < width <= LARGEST_WIDTH and columns % width == 0
     if not takes or (weight is not None and weight.shape not in ((width,), (columns,))):
         return gated_norm.reference(x, gate, weight, width, eps, gate_first, sigmoid)
-    x, gate, weight = x.contiguous(), _with_columns(gate), None if weight is None else weight.contiguous()
+    x, gate, weight = x.contiguous(), with_columns(gate), None if weight is None else weight.contiguous()
     out, rows = torch.empty_like(x), x.numel() // width
     many = min(rows_at_once(width), power_above(rows))
     kernels("recurrence").gated_norm_rows[(-(-rows // many),)](

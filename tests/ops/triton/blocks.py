@@ -198,6 +198,10 @@ RECURRENT = {
             linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20,
         ),
     ),
+    "selective_scan": replace(
+        BY_NAME["jamba-dense"],
+        values=BY_NAME["jamba-dense"].values | dict(num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1),
+    ),
 }  # fmt: skip
 
 

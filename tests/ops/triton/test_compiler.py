@@ -145,6 +145,13 @@ def of_recurrence(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
         yield "linear_attention", (q[:, :, :1], k[:, :, :1], v, of_head, of_head, skip, None, 1.0, False, False), {}
         odd, of_head = empty(1, tokens, 4, 100, dtype=dtype), torch.empty(1, tokens, 4)
         yield "linear_attention", (odd, odd, odd[..., :72], of_head, of_head, None, None, 0.1, True, True), {}
+        x, gate, dt = rows[..., :4096], rows[..., 4096:8192], rows[..., 8192:12288]  # Jamba, FalconMamba
+        keys, queries, of_channel = rows[..., 12288:12304], rows[..., 12304:12320], empty(4096, dtype=dtype)
+        a_log, state = empty(4096, 16, dtype=dtype), torch.empty(1, 4096, 16)
+        yield "selective_scan", (x, dt, keys, queries, gate, a_log, of_channel, of_channel, state), {}
+        odd, keys, a_log = empty(1, tokens, 33, dtype=dtype), empty(1, tokens, 5, dtype=dtype), torch.empty(33, 5)
+        exact = (a_log, torch.empty(33), torch.empty(33))
+        yield "selective_scan", (odd, odd, keys, keys, None, *exact, None), {}
 
 
 def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
@@ -207,5 +214,6 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int, which: int, 
         "convolve",
         "decays",
         "scan_tokens",
+        "scan_channels",
         "gated_norm_rows",
     }
