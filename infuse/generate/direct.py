@@ -100,7 +100,10 @@ class DirectSteps:
             calls[1 + turning : -2],
             calls[-2:],
         )
-        if not embedded.is_of(parts.embedding, inputs["input_ids"]) or not headed.is_of(parts.head, normed.output):
+        narrowed = headed.is_narrowed_of(parts.head, normed.output)
+        if not embedded.is_of(parts.embedding, inputs["input_ids"]):
+            return None
+        if not narrowed and not headed.is_of(parts.head, normed.output):
             return None
         x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
         around = Plain.of(embedded.output, x, headed.output, outputs.logits, parts.above[0].config)
@@ -120,7 +123,7 @@ class DirectSteps:
             return None
         stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps)
         answer = None if stack is None else stack.begin(embedded.output, cache)
-        if stack is None or answer is None:
+        if stack is None or answer is None or stack.wide != narrowed:
             return None
         step = DirectStep(parts, stack, answer, normed.module, turning_by, around, cache, embedded.output)
         step.end_tokens = least_window(parts.above[0].config)
@@ -397,6 +400,14 @@ class Call:
             return False
         (given,) = self.args
         return is_same(given, x)
+
+    def is_narrowed_of(self, module: nn.Module, x: Any) -> bool:
+        """Whether `module` was called with x alone, rounded to another dtype."""
+        if self.module is not module or len(self.args) != 1 or self.kwargs:
+            return False
+        (given,) = self.args
+        tensors = isinstance(given, Tensor) and isinstance(x, Tensor)
+        return tensors and given.dtype is not x.dtype and equal(given, x.to(given.dtype))
 
     def repeated(self, instead: Mapping[int, Tensor]) -> Any:
         """Call the module again with other tensors, by the id of those that they replace."""

@@ -393,7 +393,7 @@ class _Asked:
         """Raise UnsupportedCall for candidates that transformers' loops would refuse in the middle of an answer."""
         cache, assistant = cache_in(self._kwargs), self._kwargs.get(_ASSISTANT)
         verifies = any(self.value(name) is not None for name in _SPECULATE)
-        if verifies and type(cache) is KVCache and _has_states(self._model):
+        if verifies and isinstance(cache, KVCache) and _has_states(self._model):
             raise UnsupportedCall(
                 "past_key_values: this cache holds states, from which the candidates of prompt lookup or an assistant "
                 "cannot be taken back; give the whole text without a cache, or ask for no candidates"
@@ -440,7 +440,7 @@ def _begin_anew(model: Any, cache: Any) -> None:
 
     It counts no tokens in caches of nothing but states, and layers like Mamba's begin several tokens without a state.
     """
-    slots = cache.slots if type(cache) is KVCache else ()
+    slots = cache.slots if isinstance(cache, KVCache) else ()
     if slots and all(isinstance(slot, StateSlot) for slot in slots):
         mixers = (part for part in model.modules() if isinstance(part, Mixer))
         if not all(mixer.shape.continues for mixer in mixers):

@@ -162,8 +162,8 @@ class _Step:
             raise RuntimeError(f"{type(model).__name__} has attentions of its own, which may not mask free room")
         held = None if states is None else self.states[states]
         cache: Any = self.cache if held is None else held.pair(self.cache)
-        self.cache.hold_place(places[0], places[1], self.room)
         try:
+            self.cache.hold_place(places[0], places[1], self.room)
             more = {} if held is None else held.arguments()
             with HeldCounts():
                 output: Any = self.forward(**{self.cache_name: cache}, **inputs, **more)

@@ -164,7 +164,7 @@ class KVCache(Cache):
         held = self.held_slots
         lengths, rooms = {slot.length for slot in held}, {each.shape[2] for each in self.token_storages()}
         even = len(lengths) == 1 and 0 not in lengths and len(rooms) <= 1
-        return even and all(slot.can_hold_place and slot.rows == batch for slot in held)
+        return even and all(slot.can_hold_place for slot in self.slots) and all(slot.rows == batch for slot in held)
 
     def settle(self) -> None:
         """Move the states of recurrences to where graphs find them."""

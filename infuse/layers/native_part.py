@@ -270,7 +270,7 @@ class PartWriter:
             self.put(rounded=factors.rounded)
             self.put_reals(before=factors.before, after=factors.after)
             with self.program.inside("sections", "list"):
-                for width, factor in zip(widths, factors.sections, strict=True):
+                for width, factor in zip(widths, factors.sections, strict=bool(factors.sections)):
                     with self.program.inside("section", "section"):
                         self.put(columns=width)
                         self.put_reals(factor=factor)

@@ -79,7 +79,7 @@ class StateSlot(Slot):
         states = self.begin(batch, tokens, filler)
         if any(states is kept for _, kept in self._kept):
             with torch.inference_mode(False):
-                self.states = {name: state.clone() for name, state in states.items()}
+                self.states = _cloned(states)
         return self.states
 
     @property
@@ -99,7 +99,7 @@ class StateSlot(Slot):
             return
         if _kinds(home) != _kinds(states):
             with torch.inference_mode(False), torch.no_grad():
-                self._home = {name: state.clone() for name, state in states.items()}
+                self._home = _cloned(states)
         else:
             for name, state in states.items():
                 home[name].copy_(state)
@@ -137,12 +137,12 @@ class StateSlot(Slot):
 
     def copied(self) -> StateSlot:
         slot = copy.copy(self)
-        slot.states = {name: state.clone() for name, state in self.states.items()}
-        slot._kept, slot._home = [*self._kept], {}
+        slot.states = _cloned(self.states)
+        slot._kept, slot._home = [(length, _cloned(states)) for length, states in self._kept], {}
         return slot
 
     def take(self, other: StateSlot) -> None:
-        self.states = {name: state.clone() for name, state in other.states.items()}
+        self.states = _cloned(other.states)
         self.length, self.filler, self.is_initialized = other.length, other.filler, True
 
     def reset(self) -> None:
@@ -158,6 +158,10 @@ class StateSlot(Slot):
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
+
+
+def _cloned(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state.clone() for name, state in states.items()}
 
 
 def _kinds(states: Mapping[str, Tensor]) -> list[tuple]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.norm import SCALE
-from infuse.architectures.program import ADD_WIDE
+from infuse.architectures.program import ADD, ADD_WIDE, NORM, NORM_OF_WIDE
 from infuse.layers import autocast
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
@@ -88,10 +88,12 @@ class StackCall(OneCall):
                   for mixer in _mixers_of(block)]  # fmt: skip
         attentions = [each.mixer for each in mixers if not isinstance(each.mixer, Recurrent)]
         attns = [mixer.shape for mixer in attentions]
-        if any(step.does == ADD_WIDE for block in blocks for step in block._program):
-            return None  # what follows takes sums in another type
+        sums = {step.does == ADD_WIDE for block in blocks for step in block._program if step.does in (ADD, ADD_WIDE)}
+        wide = sums == {True} and x_BTC.dtype is not torch.float32
+        if len(sums) > 1 and x_BTC.dtype is not torch.float32:
+            return None
         learned = [isinstance(each._modules.get("positions"), LearnedBias) for each in attentions]
-        if any(attn.growth is not None for attn in attns) or any(learned) != all(learned):
+        if any(attn.growth is not None for attn in attns) or (attns and any(learned) != all(learned)):
             return None
         if not any(learned) and any(attn.position != attns[0].position for attn in attns):
             return None
@@ -101,10 +103,12 @@ class StackCall(OneCall):
         if not positions <= {PassedCosSin, Positions, LearnedBias}:
             return None
         before = [embedding] if embedding is not None and _looks_up(embedding, x_BTC) else []
-        normalises = norm is None or _normalises(norm, x_BTC)
+        normalises = not wide if norm is None else _normalises(norm, x_BTC, wide)
         after = [norm, head] if normalises and _multiplies(head, x_BTC) else []
+        if wide and not after:
+            return None
         try:
-            return cls(before, blocks, after, calls, mixers, x_BTC, around)
+            return cls(before, blocks, after, calls, mixers, x_BTC, around, wide)
         except NotNative:
             return None
 
@@ -117,13 +121,14 @@ class StackCall(OneCall):
         mixers: Sequence[_Placed],
         x_BTC: Tensor,
         around: Around,
+        wide: bool,
     ):
         tables = [
             table.module for table in (around.places if before else None, around.shift if after else None) if table
         ]
         self._roots = [*tables, *before, *blocks, *(each for each in after if each is not None)]
-        super().__init__(_program(tables, before, blocks, after, x_BTC, around))
-        self.around = around
+        super().__init__(_program(tables, before, blocks, after, x_BTC, around, wide))
+        self.around, self.wide = around, wide
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._embedding = before[0] if before else None
         self._last_norm = None if not after or after[0] is None else _Written.of(after[0])
@@ -258,11 +263,11 @@ class Answer:
 
 def _program(
     tables: Sequence[nn.Module], before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor,
-    around: Around,
+    around: Around, wide: bool,
 ) -> ProgramText:  # fmt: skip
     """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them.
 
-    `tables`: the modules of rows that are added, the first roots.
+    `tables`: the modules of rows that are added, the first roots. `wide`: the blocks' sums are in float32.
     """
     ends = [each for each in after if each is not None]
     first = len(tables)
@@ -280,16 +285,16 @@ def _program(
         for step in states_last(block, block._program):
             text.step(step, node, block)
     if after:
-        _write_end(text, first - 1, after[0], after[1], around)
+        _write_end(text, first - 1, after[0], after[1], around, wide)
     return text
 
 
-def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around: Around) -> None:
+def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around: Around, wide: bool) -> None:
     """Write the norm, the head, and what is around it."""
     scales = around.before_head != 1.0
     if norm is not None:
-        with text.step_of("norm_stream" if scales else "norm"), text.inside("part", "norm"):
-            _write_norm(PartWriter(text, norm, text.roots - 2), norm)
+        with text.step_of(NORM_OF_WIDE if wide else "norm_stream" if scales else NORM), text.inside("part", "norm"):
+            _write_norm(PartWriter(text, norm, text.roots - 2), norm, wide)
     if scales:
         _write_number(text, "scale", around.before_head)
     with text.step_of("head"), text.inside("part", "head"):
@@ -340,11 +345,11 @@ def _write_table(to: PartWriter, table: Any, x_BTC: Tensor) -> None:
             to.plain_matrix(table.num_embeddings)
 
 
-def _write_norm(to: PartWriter, norm: Any) -> None:
+def _write_norm(to: PartWriter, norm: Any, wide: bool) -> None:
     if isinstance(norm, Norm):
         norm.native(to)
     else:  # transformers' RMSNorm
-        found = _torch_norm(norm)
+        found = _torch_norm(norm, wide)
         assert found is not None  # else `_normalises` says no
         eps, offset, rounds = found
         to.put(kind="rounded_rms" if rounds else "torch_rms", bias=NONE)
@@ -361,16 +366,19 @@ def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:
     return plain and embedding.weight.dtype is x_BTC.dtype and embedding.weight.is_contiguous()
 
 
-def _normalises(norm: nn.Module, x_BTC: Tensor) -> bool:
-    """Whether the kernels compute this norm: ours, or to the same bits transformers' RMSNorm, which few rows prove."""
-    if type(norm) is Norm and norm.shape.kind != SCALE:
+def _normalises(norm: nn.Module, x_BTC: Tensor, wide: bool) -> bool:
+    """Whether the kernels compute this norm: ours, or to the same bits transformers' RMSNorm, which few rows prove.
+
+    `wide`: of sums in float32, rounded to the dtype of x.
+    """
+    if type(norm) is Norm and norm.shape.kind != SCALE and not wide:
         return norm._alone.body == "cpu" and takes_norm(x_BTC, norm.weight, norm.bias)
     weight, eps = norm._parameters.get("weight"), _eps_of(norm)
     if len(norm._parameters) != 1 or norm._buffers or norm._modules or weight is None or eps is None:
         return False
     if x_BTC.dtype not in DTYPES or weight.shape != x_BTC.shape[2:] or not takes_norm(x_BTC, weight):
         return False
-    return _torch_norm(norm) is not None
+    return _torch_norm(norm, wide) is not None
 
 
 def _eps_of(norm: nn.Module) -> float | None:
@@ -378,18 +386,19 @@ def _eps_of(norm: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def _torch_norm(norm: Any) -> tuple[float, float, bool] | None:
+def _torch_norm(norm: Any, wide: bool) -> tuple[float, float, bool] | None:
     """eps, what is added to the weight, and whether x / rms is rounded before; None for another function."""
     eps, weight = _eps_of(norm) or 0.0, norm.weight
+    own = weight.float() if wide else weight
     generator = torch.Generator().manual_seed(0)
     rows = [
-        (torch.randn(count, 1, len(weight), generator=generator) * scale).to(weight.dtype)
+        (torch.randn(count, 1, len(weight), generator=generator) * scale).to(own.dtype)
         for count in (1, 2, limits().plain_rows)
         for scale in (1e-4, 1.0, 300.0)
     ]
     for offset, rounds in ((0.0, True), (0.0, False), (1.0, False)):
-        made = partial(kernels().rounded_norm.default, weight=weight, eps=eps, offset=offset, rounds=rounds)
-        if all(torch.equal(norm.forward(x), made(x)) for x in rows):
+        made = partial(kernels().rounded_norm.default, weight=own, eps=eps, offset=offset, rounds=rounds)
+        if all(torch.equal(norm.forward(x).to(weight.dtype), made(x).to(weight.dtype)) for x in rows):
             return eps, offset, rounds
     return None
 

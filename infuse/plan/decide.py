@@ -429,12 +429,13 @@ class _Walk:
         linear = facts.model.get_submodule(name)
         others = [other for other in tied if facts.model.get_submodule(other) is not linear]
         unlike = [other for other in others if embedding_shape(facts.model.get_submodule(other)) is None]
-        if unlike and facts.formats.of(name) is not None:
-            why = f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"
-            self.leave(name, why)
+        read, why = facts.read.get(name), ""  # of its dtype alone, else it stays
+        if facts.formats.of(name) is not None and (read is not None or unlike):
+            why = f"{read}" if read else f"shares its weight with {unlike[0]}, which is no plain embedding"
+            self.leave(name, f"{why}, so it is not quantized")
         parts = [plain_part(shape, rank, facts.grain) for rank in ranks]
         part, fills, whole = self.chosen(parts, shape, name)
-        if unlike:  # the embedding stays whole; of several ranks' heads each copies its rows
+        if unlike or why:  # the embedding stays whole; of several ranks' heads each copies its rows
             fills, others = tuple(replace(fill, format=None) for fill in fills), []
         bodies = self.bodies(matrix_ops(fills, part))
         caller = facts.model.get_submodule(name.rpartition(".")[0])

@@ -117,11 +117,12 @@ class Facts:
 
     def stays(self, name: str) -> str | None:
         """Return why the linear at `name` is never replaced, whatever the kernels; None if it may be."""
-        format, read = self.formats.of(name), self.read.get(name)  # looked up for all, so that patterns match them
+        self.formats.of(name)  # looked up for all, so that patterns match them
+        read = self.read.get(name)
         if name in self.routers:
             return "chooses among experts or weighs them, so it keeps its precision"
         if f"{name}.weight" in self.exact:
             return "stays in float32, as transformers loads it"
-        if read is not None and not (read.dtype_only and format is None):
+        if read is not None and not read.dtype_only:
             return f"is no linear alone: {read}"
         return None if name else "the model itself is one linear, which has no place to be put in"

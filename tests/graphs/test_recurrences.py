@@ -13,7 +13,7 @@ import transformers as t
 
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.recurrence_slot import StateSlot
-from tests.models.families import inputs
+from tests.models.families import enlarge, inputs
 from tests.support.fake_graph import FakeBackend
 from tests.support.graphed import graphed
 from tests.support.same_results import assert_same
@@ -134,6 +134,38 @@ def test_a_failed_capture_moves_no_state(name: str) -> None:
         agree(models, name)
     assert any("no room for a graph" in str(warning.message) for warning in caught)
     assert not backend.captures
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_a_chat_of_a_selective_scan_begins_anew(name: str) -> None:
+    """From the cache of its last answer, too, which counts no tokens: as without graphs."""
+    engine, _ = graphed(family_of(name).make())
+    given = inputs(family_of(name), tokens=7, seed=1)
+    told = engine.generate(**given, max_new_tokens=8, return_dict_in_generate=True, pad_token_id=0)
+    ids = torch.cat((told.sequences, torch.full((2, 3), 5)), dim=1)
+    asked: dict[str, Any] = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
+    assert torch.equal(engine.generate(**asked, past_key_values=told.past_key_values), engine.generate(**asked))
+
+
+def test_what_is_made_of_another_input_is_no_graphs() -> None:
+    """A decoder that attends to given states keeps their keys beside its own, in one cache: its steps run without."""
+    config = t.BertConfig(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96,
+        is_decoder=True, add_cross_attention=True, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    original: Any = t.BertLMHeadModel(config).eval()
+    enlarge(original)
+    engine, backend = graphed(copy.deepcopy(original))
+    ids, states = torch.randint(3, 96, (2, 6)), torch.randn(2, 5, 48)
+    asked: dict[str, Any] = dict(
+        encoder_hidden_states=states, max_new_tokens=12, return_dict_in_generate=True, output_logits=True
+    )
+    for _ in range(2):
+        exact, found = original.generate(ids, **asked, use_cache=False), engine.generate(ids, **asked)
+        for ours, theirs in zip(found.logits, exact.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert all(slot.place is None for slot in found.past_key_values.slots) and not backend.captures
 
 
 def test_states_go_home() -> None:

@@ -16,9 +16,11 @@ from transformers import Cache, DynamicCache
 import infuse
 from infuse.cache_names import cache_argument
 from infuse.generate import loop
+from infuse.generate.direct import DirectSteps
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.one_call import StepCall
+from infuse.layers.stack import Answer
 from infuse.native import kernels
 from tests.models.families import BY_NAME as OTHERS
 from tests.models.families import JAMBA, MAMBA, inputs
@@ -146,6 +148,27 @@ def test_steps_go_in_one_call(name: str, dtype: str, monkeypatch: pytest.MonkeyP
     for ours, parts in zip(*found, strict=True):
         assert ours.dtype == parts.dtype
         assert_near(ours, parts, model.dtype, times=4)  # small products are summed in another order
+
+
+@pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_answer_goes_in_one_call_of_all_blocks(
+    name: str, quant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, sums in float32 included: the norm of these is rounded for a head that is large enough for C++."""
+    sizes: dict[str, Any] = dict(hidden_size=64, vocab_size=5000, tie_word_embeddings=False)
+    sizes |= dict(num_heads=8) if name.startswith("mamba2") else dict(time_step_rank=16)
+    model = BY_NAME[name].make(**sizes)
+    engine = infuse.init_inference(model, dtype="bf16", verify="off", quant=quant)
+    ids, steps = inputs(BY_NAME[name], batch=2, tokens=9)["input_ids"], []
+    asked: dict[str, Any] = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    own = Answer.tokens
+    monkeypatch.setattr(Answer, "tokens", lambda self, *more: (out := own(self, *more), steps.append(out))[0])
+    found = engine.generate(ids, **asked)
+    assert steps and sum(out.shape[1] for out in steps) == NEW_TOKENS - 2  # after the prompt's, and a traced step
+    monkeypatch.setattr(DirectSteps, "step_of", lambda *_: None)
+    assert torch.equal(found, engine.generate(ids, **asked))
 
 
 @pytest.mark.parametrize("quant", ["int8:16", "int4:16", "fp8"])

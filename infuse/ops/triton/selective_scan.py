@@ -26,7 +26,8 @@ def _selective_scan(
     takes = takes and all(each.shape == x.shape and each.dtype is x.dtype for each in wide)
     takes = takes and all(each.shape == (batch, tokens, states) and each.dtype is x.dtype for each in narrow)
     takes = takes and a_log.shape == (channels, states) and dt_bias.shape == skip.shape == (channels,)
-    if not takes or (state is not None and state.shape != (batch, channels, states)):
+    takes = takes and (state is None or (state.shape == (batch, channels, states) and state.dtype is torch.float32))
+    if not takes:
         return selective_scan.body("torch")(x, dt, keys, queries, gate, a_log, dt_bias, skip, state)
     x, dt, keys, queries = (with_columns(each) for each in (x, dt, keys, queries))
     gate = None if gate is None else with_columns(gate)

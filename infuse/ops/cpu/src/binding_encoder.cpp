@@ -109,6 +109,7 @@ struct EncoderMachine {
   T* times(const T*, double) const { return nullptr; }
   T* scaled(const T*, double, bool) const { return nullptr; }
   T* narrowed(const NormPart&, const T*) const { return nullptr; }
+  T* of_wide(const NormPart&, const T*) const { return nullptr; }
   T* wide_sum(const T*, const T*) const { return nullptr; }
 
   // A buffer that holds no value.

@@ -261,9 +261,10 @@ bool sum_experts(const ExpertsPart& experts, const Array& x, int64_t tokens, int
 // The steps of architectures/program.py that C++ can run, and those around a decoder's blocks. A branch is the result
 // of attention, of an MLP or of a mixture: the part's kind says which.
 // scale and divide change x, what a table or a head has made, by a number, in place. norm_narrowed rounds x to the type
-// of the norm's weight, in which all parts are; add_wide adds in float32, in which x is from then on.
+// of the norm's weight, in which all parts are; add_wide adds in float32, in which x is from then on; norm_of_wide
+// computes in float32 and rounds the result to the weight's type.
 enum class Does {
-  norm, norm_stream, norm_branch, norm_narrowed, branch, add, add_wide, add_norm, add_norm_stream, embed, place, head,
+  norm, norm_stream, norm_branch, norm_narrowed, norm_of_wide, branch, add, add_wide, add_norm, add_norm_stream, embed, place, head,
   scale, divide
 };
 template <>
@@ -273,6 +274,7 @@ struct Words<Does> {
       {"norm_stream", Does::norm_stream},
       {"norm_branch", Does::norm_branch},
       {"norm_narrowed", Does::norm_narrowed},
+      {"norm_of_wide", Does::norm_of_wide},
       {"attention", Does::branch},
       {"mlp", Does::branch},
       {"add", Does::add},
@@ -523,8 +525,9 @@ bool run(const Program& program, M& m) {
       continue;
     }
     if (step.does != Does::norm_branch) m.y = m.x;  // the old y is no longer needed
-    if (step.does == Does::norm_narrowed) {
-      if (!(m.y = m.narrowed(*norm, m.x))) return false;
+    if (step.does == Does::norm_narrowed || step.does == Does::norm_of_wide) {
+      m.y = step.does == Does::norm_narrowed ? m.narrowed(*norm, m.x) : m.of_wide(*norm, m.x);
+      if (!m.y) return false;
       continue;
     }
     if (step.does == Does::norm || step.does == Does::norm_stream) {

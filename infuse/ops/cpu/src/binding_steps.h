@@ -71,6 +71,14 @@ struct StepMachine {
   Maybe narrowed(const NormPart& part, const Maybe& of) const {
     return norm(part, part.weight ? in_type(*of, part.weight->scalar_type()) : *of);
   }
+  Maybe of_wide(const NormPart& part, const Maybe& of) const {
+    if (!part.weight || part.bias) return std::nullopt;
+    NormPart wide = part;
+    const int64_t sizes[] = {part.weight->numel()};
+    wide.weight = Array(sizes, 1, ScalarType::Float);
+    widen(*part.weight, static_cast<float*>(wide.weight->mutable_data_ptr()));
+    return in_type(*norm(wide, in_type(*of, ScalarType::Float)), part.weight->scalar_type());
+  }
   Maybe wide_sum(const Maybe& a, const Maybe& b) const {
     return sum(in_type(*a, ScalarType::Float), in_type(*b, ScalarType::Float));
   }
