@@ -73,9 +73,8 @@ class Bucket:
         self.cache.settle()
         addresses = tuple(storage.data_ptr() for storage in self.cache.storages())
         if tokens != self._zero_from or addresses != self._step.addresses:
-            for storage in (
-                self.cache.token_storages()
-            ):  # attention multiplies masked values by zero, so they must not be NaN or infinite
+            # Attention multiplies masked values by zero, so they must not be NaN or infinite.
+            for storage in self.cache.token_storages():
                 storage[:, :, tokens:] = 0
         self._step.addresses = addresses
         self._zero_from = tokens + 1  # the step writes one token, with or without a graph

@@ -105,7 +105,7 @@ class StackCall(OneCall):
         before = [embedding] if embedding is not None and _looks_up(embedding, x_BTC) else []
         normalises = not wide if norm is None else _normalises(norm, x_BTC, wide)
         after = [norm, head] if normalises and _multiplies(head, x_BTC) else []
-        if wide and not after:
+        if wide and (not after or around.before_head != 1.0):
             return None
         try:
             return cls(before, blocks, after, calls, mixers, x_BTC, around, wide)
