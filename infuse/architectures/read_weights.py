@@ -1,8 +1,8 @@
 """Linears whose weight another module's code reads: `self.dt_proj.weight @ x`, `block.attention.output.weight.div_(2)`.
 
 Such a linear is not replaced: the module in its place may have no such weight. Code that reads only its dtype
-(`x.to(self.lm_head.weight.dtype)`) forbids a quantized weight, unless it handles int8. Reads are found in the source of
-classes, without running it; reads through a variable that holds the linear itself are missed.
+(`x.to(self.lm_head.weight.dtype)`) forbids a quantized weight alone, unless it handles int8. Reads are found in the
+source of classes, without running it; reads through a variable that holds the linear itself are missed.
 """
 
 from __future__ import annotations
