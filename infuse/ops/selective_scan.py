@@ -60,6 +60,19 @@ def _check_shapes(
     )  # fmt: skip
 
 
+def are_alike(
+    x: Tensor, dt: Tensor, keys: Tensor, queries: Tensor, gate: Tensor | None, a_log: Tensor, dt_bias: Tensor,
+    skip: Tensor, state: Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether all shapes are those of the contract, what tokens have is in x.dtype, and the state in float32."""
+    (batch, tokens, channels), states = x.shape, keys.shape[-1]
+    wide, narrow = (x, dt) if gate is None else (x, dt, gate), (keys, queries)
+    alike = all(each.dtype is x.dtype for each in (*wide, *narrow)) and all(each.shape == x.shape for each in wide)
+    alike = alike and all(each.shape == (batch, tokens, states) for each in narrow)
+    alike = alike and a_log.shape == (channels, states) and dt_bias.shape == skip.shape == (channels,)
+    return alike and (state is None or (state.shape == (batch, channels, states) and state.dtype is torch.float32))
+
+
 @selective_scan.implement("torch")
 def _in_place(
     x: Tensor, dt: Tensor, keys: Tensor, queries: Tensor, gate: Tensor | None, a_log: Tensor, dt_bias: Tensor,

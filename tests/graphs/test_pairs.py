@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, RELATIVES, 
 from tests.models.families import enlarge
 from tests.models.whisper import FALLBACK, sounds, whisper
 from tests.support.fake_graph import FakeBackend, forbidding
-from tests.support.graphed import graphed
+from tests.support.graphed import graphed, quiet  # noqa: F401  (a fixture)
 from tests.support.relatives import less
 from tests.support.same_results import assert_same
 
@@ -36,14 +34,6 @@ def agree(models: tuple[Any, Any], **asked: Any) -> Any:
         said.append(model.generate(**asked))
     assert_same(*reversed(said))
     return said[0]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """A capture that fails warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="infuse")
-        yield
 
 
 def pair(name: str, **how: Any) -> tuple[tuple[Any, Any], FakeBackend]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.recurrence_slot import StateSlot
 from tests.models.families import enlarge, inputs
 from tests.support.fake_graph import FakeBackend
-from tests.support.graphed import graphed
+from tests.support.graphed import graphed, quiet  # noqa: F401  (a fixture)
 from tests.support.same_results import assert_same
 from tests.support.states import ALL_NAMES, ONE_OF_EACH, family_of
 
@@ -24,14 +23,6 @@ NEW = 14
 FAMILIES = [name for name in ALL_NAMES if name != "zamba2"]  # whose attentions are its own
 NEAR = ("lfm2_moe", "qwen3_next", "qwen3_5_moe", "lara_mini", "nemotron_h-latent", "lfm3")
 by_kind = pytest.mark.parametrize("name", ONE_OF_EACH)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """A capture that fails warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="infuse")
-        yield
 
 
 def pair(name: str, **how: Any) -> tuple[tuple[Any, Any], FakeBackend]:

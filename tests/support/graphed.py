@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +33,14 @@ def graphed(
         model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs, kv_cache=kv_cache
     )
     return engine, backend
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """A capture that fails warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="infuse")
+        yield
 
 
 class Greedy(nn.Module):

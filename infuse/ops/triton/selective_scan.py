@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.ops.selective_scan import selective_scan
+from infuse.ops.selective_scan import are_alike, selective_scan
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import SCANNED_CHANNELS, power_above, scan_warps
 from infuse.ops.triton.recurrence import with_columns
@@ -20,15 +20,10 @@ def _selective_scan(
     x: Tensor, dt: Tensor, keys: Tensor, queries: Tensor, gate: Tensor | None, a_log: Tensor, dt_bias: Tensor,
     skip: Tensor, state: Tensor | None,
 ) -> Any:  # fmt: skip
+    given = x, dt, keys, queries, gate, a_log, dt_bias, skip, state
     (batch, tokens, channels), states = x.shape, keys.shape[-1]
-    wide, narrow = (x, dt) if gate is None else (x, dt, gate), (keys, queries)
-    takes = x.dtype in DTYPES and x.numel() > 0 and 0 < states <= MOST_STATES
-    takes = takes and all(each.shape == x.shape and each.dtype is x.dtype for each in wide)
-    takes = takes and all(each.shape == (batch, tokens, states) and each.dtype is x.dtype for each in narrow)
-    takes = takes and a_log.shape == (channels, states) and dt_bias.shape == skip.shape == (channels,)
-    takes = takes and (state is None or (state.shape == (batch, channels, states) and state.dtype is torch.float32))
-    if not takes:
-        return selective_scan.body("torch")(x, dt, keys, queries, gate, a_log, dt_bias, skip, state)
+    if x.dtype not in DTYPES or not x.numel() or not 0 < states <= MOST_STATES or not are_alike(*given):
+        return selective_scan.body("torch")(*given)
     x, dt, keys, queries = (with_columns(each) for each in (x, dt, keys, queries))
     gate = None if gate is None else with_columns(gate)
     a_log, dt_bias, skip = a_log.contiguous(), dt_bias.contiguous(), skip.contiguous()
