@@ -7,10 +7,11 @@ are products of the latent.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import nn
 
-from infuse.architectures.attention import GateShape, Growth, OutputGate
+from infuse.architectures.attention import GateShape, Growth, NoPosition, OutputGate, Position, Rotary
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import RMS, Norm, NormShape
 from infuse.architectures.part import COLUMN, HEADS, ROW, Extent, Matrix, MixerShape, Parameter, Share, inside
@@ -133,6 +134,16 @@ class LatentAttentionShape(MixerShape):
     replaces: tuple[str, ...] = ()
     causal: bool = True
     inverted_mask: bool = False
+
+    lends: ClassVar[str] = ""
+    borrows: ClassVar[None] = None
+
+    @property
+    def position(self) -> Position:
+        """How the model passes cos and sin; those of PAIRS are for columns that have been moved."""
+        if self.rotation == NONE:
+            return NoPosition()
+        return Rotary(interleaved=True, once=True, is_complex=True) if self.rotation == COMPLEX else Rotary()
 
     @property
     def all_heads(self) -> int:

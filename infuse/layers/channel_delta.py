@@ -17,7 +17,7 @@ from infuse import ops
 from infuse.architectures.channel_delta import ChannelDeltaShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.linear import direct
-from infuse.layers.native_part import NotNative, PartWriter
+from infuse.layers.native_part import PartWriter, decline_if
 from infuse.layers.recurrence_slot import CONV, STATE
 from infuse.layers.recurrent import Recurrent, empty
 
@@ -71,4 +71,15 @@ class ChannelDelta(Recurrent[ChannelDeltaShape]):
         return decay.to(dtype).float() if shape.rounded else decay
 
     def native(self, to: PartWriter) -> None:
-        raise NotNative("a decay for each channel")
+        shape, bound = self.shape, self.shape.bound
+        decline_if({"an encoder has no states": to.of_encoder})
+        to.put(heads=shape.heads, width=shape.width, decay_rank=shape.decay_rank, gate_rank=shape.gate_rank)
+        to.put(bounded=bound is not None, rounded=shape.rounded)
+        to.put_reals(scale=shape.scale, bound=bound or 0.0, eps=shape.norm.eps)
+        self.native_conv(to)
+        for leaf in ("A_log", "dt_bias", "norm"):
+            to.tensor(leaf)
+        to.part("in", as_field="into")
+        for name in ("low", "decay", "gate", "out"):
+            to.part(name)
+        to.storage("convolved", "state")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import ops
-from infuse.architectures.latent_attention import COMPLEX, NONE, PAIRS, LatentAttentionShape
-from infuse.errors import UnsupportedCall
+from infuse.architectures.attention import GATE_SIGMOID
+from infuse.architectures.latent_attention import NONE, PAIRS, LatentAttentionShape
 from infuse.layers import autocast
 from infuse.layers.attention import gated
 from infuse.layers.build_context import BuildContext
@@ -24,16 +24,18 @@ from infuse.layers.inputs import Inputs
 from infuse.layers.linear import Linear, direct, has_no_hooks
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import is_paged, named_attention
+from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm
-from infuse.layers.position import grown, missing
+from infuse.layers.position import grown, make_positions
+from infuse.layers.slot import Slot
 
 _EXPANDS_FASTER = 10
 
 
-class LatentAttention(Mixer[LatentAttentionShape]):
+class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
     """`forward` returns (output [B, T, C], weights [B, H, T, L] or None)."""
 
-    calls_named = True
+    struct, mixed, calls_named = "latent_attention", True, True
 
     def __init__(self, shape: LatentAttentionShape, context: BuildContext):
         super().__init__(shape, context)
@@ -41,6 +43,7 @@ class LatentAttention(Mixer[LatentAttentionShape]):
             self.add_module(matrix.target, context.linear(matrix))
         self.add_module("q_norm", Norm(shape.q_norm, context.bodies) if shape.q_norm else None)
         self.kv_norm = Norm(shape.kv_norm, context.bodies)
+        self.positions = make_positions(shape.position, shape.all_heads)
         bodies = context.bodies
         self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
         self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
@@ -96,22 +99,11 @@ class LatentAttention(Mixer[LatentAttentionShape]):
         return direct(parts["q"], x).unflatten(-1, (self.shape.heads, -1))
 
     def _rotated(self, q_BTHE: Tensor, k_BT1E: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        passed: Any = inputs.position_embeddings
-        if passed is None:
-            raise missing("position_embeddings")
-        rotation = self.shape.rotation
-        if (rotation == COMPLEX) != isinstance(passed, Tensor):
-            raise UnsupportedCall(
-                f"position_embeddings: {type(passed).__name__} was passed; pass what the model passes, "
-                f"{'one complex tensor' if rotation == COMPLEX else '(cos, sin)'}"
-            )
-        if isinstance(passed, Tensor):
-            cos, sin = passed.real.repeat_interleave(2, dim=-1), passed.imag.repeat_interleave(2, dim=-1)
-        else:
-            cos, sin = passed
-        if rotation == PAIRS:
+        positions: Any = self._modules["positions"]
+        cos, sin = positions.cos_sin(inputs)
+        if self.shape.rotation == PAIRS:
             q_BTHE, k_BT1E = _in_halves(q_BTHE), _in_halves(k_BT1E)
-        return tuple(self._rotary(x, cos, sin, rotation == COMPLEX) for x in (q_BTHE, k_BT1E))  # type: ignore[return-value]
+        return tuple(self._rotary(x, cos, sin, positions.interleaved) for x in (q_BTHE, k_BT1E))  # type: ignore[return-value]
 
     def _is_plain(self) -> bool:
         """Whether the weight of kv_b may be used without calling the module."""
@@ -142,6 +134,45 @@ class LatentAttention(Mixer[LatentAttentionShape]):
         """Attend by the function that the config names, called as the original does."""
         self.check_named(inputs.cache, over_ranks=bool(self.shape.head_counts))
         return named_attention(self)(self, q, k, v, inputs.mask, dropout=0.0, scaling=self.shape.scale, **more)
+
+    # ---- in one call of C++
+
+    def native(self, to: PartWriter) -> None:
+        shape = self.shape
+        decline_if(
+            {
+                "an encoder attends to latents": to.of_encoder,
+                "ranks share the heads": shape.head_counts,
+                "attention's output gate is no sigmoid": shape.gate is not None and shape.gate.function != GATE_SIGMOID,
+            }
+        )
+        to.put(heads=shape.heads, plain=shape.plain_width, turned=shape.rotated_width, latent=shape.latent_width)
+        to.put(value=shape.value_width, interleaved=self.positions.interleaved, pairs=shape.rotation == PAIRS)
+        to.put_reals(scale=shape.scale)
+        for name in ("q_a", "q_norm", "q", "kv_a", "kv_norm", "kv_b", "gate", "out"):
+            to.part(name)
+        to.storage("keys", "values")
+
+    def can_write(self, slot: Slot) -> bool:
+        return slot.format is None
+
+    def native_inputs(self, x_BTC: Tensor, inputs: Inputs) -> NativeInputs | None:
+        slot, mask, (batch, tokens, _) = inputs.cache.slot(self.index), inputs.mask, x_BTC.shape  # type: ignore[union-attr]
+        if tokens > self._most_absorbed or not self.can_write(slot):
+            return None
+        if slot.place is not None or slot.row_lengths is not None:
+            return None
+        growth = self.shape.growth
+        if growth is not None and not bool((grown(growth, inputs) == 1).all()):
+            return None
+        start = slot.reserve(batch, tokens, self.shape.cached_rows, x_BTC, self.filler)
+        if mask is not None and mask.shape[-1] not in (1, start + tokens):
+            return None
+        cos, sin = self.positions.cos_sin(inputs) or (None, None)
+        return NativeInputs(cos, sin, mask=mask, keys=slot.key_storage, values=slot.value_storage, start=start)
+
+    def was_run(self, x_BTC: Tensor, inputs: Inputs) -> None:
+        inputs.cache.slot(self.index).advance(x_BTC.shape[1])  # type: ignore[union-attr]
 
 
 def most_absorbed(shape: LatentAttentionShape) -> int:

@@ -75,6 +75,10 @@ class NativeMixer(NativePart):
         """What a call needs besides x, with room for its tokens in the cache. None if it must run in Python."""
         raise NotImplementedError
 
+    def can_write(self, slot: Any) -> bool:
+        """Whether a call writes to this slot of a cache in its format."""
+        return True
+
     def was_run(self, x_BTC: Tensor, inputs: Inputs) -> None:
         """Note that the new tokens' keys and values are in the storages of a decoder's cache now."""
         raise NotImplementedError

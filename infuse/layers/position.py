@@ -65,7 +65,8 @@ class PassedCosSin(Positions):
 
     def _passed(self, passed: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin as they are passed."""
-        if self._is_complex != (isinstance(passed, Tensor) and passed.is_complex()):
+        is_one = isinstance(passed, Tensor)
+        if is_one != self._is_complex or (is_one and not passed.is_complex()):  # type: ignore[union-attr]
             wanted = "one complex tensor" if self._is_complex else "(cos, sin)"
             raise UnsupportedCall(
                 f"position_embeddings: {type(passed).__name__} was passed; pass what the model passes, {wanted}"

@@ -153,6 +153,8 @@ class StackCall(OneCall):
             return None
         if self._last_norm is not None and self._last_norm != _Written.of(self._last_norm.module):
             return None
+        if not all(each.mixer.can_write(slot) for each, slot in zip(self._mixers, slots, strict=True)):
+            return None
         if len({slot.length for slot in slots}) != 1 or any(
             slot.place is not None or slot.row_lengths is not None or slot.keeps_each for slot in slots
         ):

@@ -29,7 +29,8 @@ NEW = 9
 # The first decode step is traced and made again; the prompt's step and the traced one are the model's.
 DIRECT = NEW - 1
 DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite"]
-WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h"]
+LATENTS = ["deepseek-v2", "deepseek-v3-yarn", "glm4-moe-lite", "youtu"]
+WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h", "kimi_linear", "bailing_hybrid"]
 # Models that compute something between their parts.
 ELSEWHERE = {"gpt2": "adds positions", "gemma2": "caps the logits"}
 
@@ -62,7 +63,7 @@ def answer(model: Any, batch: int = 1, **asked: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", DIRECTLY)
+@pytest.mark.parametrize("name", [*DIRECTLY, *LATENTS])
 def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     exact = answer(BY_NAME[name].make(), batch)
@@ -177,7 +178,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic", "granite", *WITH_STATES])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic", "granite", "deepseek-v2", *WITH_STATES])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
     """Over the end of the table of positions; rotary positions of their own step by step."""

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import infuse
-from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.channel_delta import ChannelDelta
+from infuse.layers.latent_attention import LatentAttention
+from infuse.layers.one_call import StepCall
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.native import kernels
 from tests.models.families import BY_NAME, CHANNEL_DELTA, inputs
+from tests.support.one_calls import blocks, calls_noted, part_by_part
 from tests.support.side_by_side import injected, pair
+from tests.support.tolerance import assert_near
 
 NAMES = [family.name for family in CHANNEL_DELTA]
 TOLERANCE = 3e-5
@@ -123,11 +126,39 @@ def test_state_dicts_have_the_shapes_of_the_original(name: str) -> None:
         close(engine(**given).logits, other(**given).logits)
 
 
+@torch.no_grad()
+def steps(engine: Any, ids: Tensor, *, kept: bool) -> list[Tensor]:
+    """Logits of a prompt, of steps of one token and of three, and of one from a state between these, and the states."""
+    cache, found = KVCache(), []
+    for start, stop in ((0, 9), (9, 10), (10, 11)):
+        found.append(engine(input_ids=ids[:, start:stop], cache=cache, use_cache=True).logits)
+    if kept:
+        cache.snapshot(each=True)
+    found.append(engine(input_ids=ids[:, 11:14], cache=cache, use_cache=True).logits)
+    if kept:
+        assert cache.rewind(13) == 13
+        found.append(engine(input_ids=ids[:, 13:14], cache=cache, use_cache=True).logits)
+    states = [cache.slot(mixer.index, StateSlot).states for mixer in mixers(engine)]
+    return found + [state for each in states for state in each.values()]
+
+
 @pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
-def test_blocks_say_why_they_run_in_parts() -> None:
-    blocks = [module for module in pair("kimi_linear")[1].module.modules() if isinstance(module, Block)]
-    reasons = [block.extra_repr() for block in blocks]
-    assert "a decay for each channel" in reasons[0] and "LatentAttention" in reasons[1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_in_one_call(name: str, kept: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = infuse.init_inference(BY_NAME[name].make(), dtype=dtype)
+    assert not [block.extra_repr() for block in blocks(engine.module) if block.extra_repr()]
+    for mixer in [module for module in engine.module.modules() if isinstance(module, LatentAttention)]:
+        mixer._most_absorbed = 8
+    ids = inputs(BY_NAME[name], batch=1 if kept else 2, tokens=14)["input_ids"]
+    taken = calls_noted(StepCall, monkeypatch)
+    found = steps(engine, ids, kept=kept)
+    assert taken.count(True) == (4 if kept else 3) * len(blocks(engine.module))
+    with part_by_part(engine.module):
+        wanted = steps(engine, ids, kept=kept)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_near(ours, theirs, dtype, name, times=4)
 
 
 def test_formats_of_low_ranks() -> None:

@@ -359,43 +359,60 @@ bool set_latent(LatentArgs& a, const Array& q, const Array& turned, const Array&
   if (a.batch * a.tokens * a.heads * a.plain * a.turned_width == 0 || expand.size(0) % a.heads) return false;
   a.value = expand.size(0) / a.heads - a.plain;
   a.q = q.const_data_ptr(), a.turned = turned.const_data_ptr(), a.expand = expand.const_data_ptr();
-  return a.value > 0 && a.heads * a.tokens <= kMaxRows && a.rank <= kMaxWidth && a.rank > 0;
+  return a.value > 0;
 }
 
-// Sets latents as keys and values of one head for all queries, and the rotated keys as further keys.
-bool set_latents(AttentionArgs& a, const LatentArgs& of, const Array& latents, const Array& keys) {
+// Whether these are latents, and keys beside them, for the queries of `of`.
+bool set_seen(Latents& seen, const LatentArgs& of, const Array& latents, const Array& keys) {
   if (known_type(latents) != of.type || known_type(keys) != of.type) return false;
   if (latents.dim() != 3 || keys.dim() != 3 || !rows_contiguous(latents) || !rows_contiguous(keys)) return false;
   if (latents.size(0) != of.batch || keys.size(0) != of.batch || latents.size(1) != keys.size(1)) return false;
   if (latents.size(2) != of.rank || keys.size(2) != of.turned_width || latents.size(1) == 0) return false;
-  a.type = of.type;
-  a.batch = of.batch, a.heads = of.heads, a.kv_heads = 1, a.tokens = of.tokens;
-  a.length = latents.size(1), a.width = of.rank, a.more_width = of.turned_width;
-  a.q_t = a.width + a.more_width, a.q_n = a.tokens * a.q_t, a.q_b = a.heads * a.q_n;
-  a.k = a.v = latents.const_data_ptr(), a.more_k = keys.const_data_ptr();
-  a.k_b = a.v_b = latents.stride(0), a.k_t = a.v_t = latents.stride(1);
-  a.more_b = keys.stride(0), a.more_t = keys.stride(1);
+  seen = {latents.const_data_ptr(), keys.const_data_ptr(), latents.stride(0), latents.stride(1), keys.stride(0),
+          keys.stride(1), latents.size(1)};
   return true;
 }
 
-std::optional<Tensor> latent_attention(Tensor q, Tensor turned, Tensor latents, Tensor keys, Tensor expand,
-                                       std::optional<Tensor> mask, double scale, bool causal) {
-  LatentArgs of{};
+}  // namespace
+
+bool are_latents(int64_t heads, int64_t rank) { return heads <= kMaxRows && rank <= kMaxWidth && rank > 0; }
+
+bool attend_to_latents(LatentArgs& of, const Latents& seen, const Maybe& mask, double scale, bool causal,
+                       const Array& like) {
+  if (!are_latents(of.heads * of.tokens, of.rank)) return false;
   AttentionArgs a{};
-  if (!set_latent(of, q, turned, expand) || !set_latents(a, of, latents, keys)) return std::nullopt;
-  if (!set_scored(a.mask, mask, a, true)) return std::nullopt;
+  a.type = of.type;
+  // Latents are keys and values of one head for all queries, the other keys are further columns.
+  a.batch = of.batch, a.heads = of.heads, a.kv_heads = 1, a.tokens = of.tokens;
+  a.length = seen.length, a.width = of.rank, a.more_width = of.turned_width;
+  a.q_t = a.width + a.more_width, a.q_n = a.tokens * a.q_t, a.q_b = a.heads * a.q_n;
+  a.k = a.v = seen.latents, a.more_k = seen.keys;
+  a.k_b = a.v_b = seen.latents_b, a.k_t = a.v_t = seen.latents_t;
+  a.more_b = seen.keys_b, a.more_t = seen.keys_t;
+  if (!set_scored(a.mask, mask, a, true)) return false;
   a.scale = float(scale), a.causal = causal;
-  Tensor queries = empty({of.batch, of.heads, of.tokens, of.rank + of.turned_width}, q);
-  Tensor sums = empty({of.batch, of.tokens, of.heads, of.rank}, q);
-  Tensor out = empty({of.batch, of.tokens, of.heads, of.value}, q);
-  of.queries = queries.mutable_data_ptr(), of.out = out.mutable_data_ptr();
-  a.q = of.queries, a.out = sums.mutable_data_ptr(), of.sums = a.out;
+  const Array queries = array({of.batch, of.heads, of.tokens, of.rank + of.turned_width}, like);
+  const Array sums = array({of.batch, of.tokens, of.heads, of.rank}, like);
+  a.q = of.queries = queries.mutable_data_ptr(), of.sums = a.out = sums.mutable_data_ptr();
   const auto& run = kernels().attention;
   const int64_t grain = kGrainBytes / (of.rank * std::max(of.plain, of.value)) + 1;
   parallel_for(0, of.heads, grain, [&](int64_t begin, int64_t end) { run.absorb(of, begin, end); });
   run_attention(a);
   parallel_for(0, of.heads, grain, [&](int64_t begin, int64_t end) { run.expand(of, begin, end); });
-  return out;
+  return true;
+}
+
+namespace {
+
+std::optional<Tensor> latent_attention(Tensor q, Tensor turned, Tensor latents, Tensor keys, Tensor expand,
+                                       std::optional<Tensor> mask, double scale, bool causal) {
+  LatentArgs of{};
+  Latents seen{};
+  if (!set_latent(of, q, turned, expand) || !set_seen(seen, of, latents, keys)) return std::nullopt;
+  Tensor out = empty({of.batch, of.tokens, of.heads, of.value}, q);
+  of.out = out.mutable_data_ptr();
+  const Maybe given = mask ? Maybe(*mask) : Maybe();
+  return attend_to_latents(of, seen, given, scale, causal, q) ? std::optional(out) : std::nullopt;
 }
 
 }  // namespace

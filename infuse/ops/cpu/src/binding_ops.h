@@ -27,6 +27,7 @@ void convolve(const ConvArgs& a);
 void scan(const ScanArgs& a);
 void selective(const SelectiveArgs& a);
 void gated_norm(const GatedNormArgs& a, int64_t rows);
+void channel_decay(const ChannelDecayArgs& a, int64_t tokens);
 
 // binding_largest.cpp: for each row of x [..., V], contiguous, the index of its largest value: the first of equals, and
 // the first NaN if there is one, as torch.argmax.
@@ -68,6 +69,16 @@ bool gated_activation(const Array& x, int64_t act, const Array& y);
 // out [B, T, heads, D]: attention over the first `length` keys and values.
 bool attend(const Array& q, const Array& k, const Array& v, int64_t length, const Maybe& mask, const Maybe& bias,
             double scale, bool causal, int64_t window, double softcap, const Maybe& sinks, const Array& out);
+// Whether latents of this width are attended to by so many heads. Latents [B, L, rank] and the heads' shared part of the
+// keys [B, L, turned] of a cache, whose rows lie *_b and *_t apart; out of `of`, whose other fields but queries and sums
+// are set, is the attention to the first `length` of them. `like`: an array of their type.
+bool are_latents(int64_t heads, int64_t rank);
+struct Latents {
+  const void *latents, *keys;
+  int64_t latents_b, latents_t, keys_b, keys_t, length;
+};
+bool attend_to_latents(LatentArgs& of, const Latents& seen, const Maybe& mask, double scale, bool causal,
+                       const Array& like);
 // Sets `s` from `t` if it can be broadcast to [B, H, T, L], with up to four axes; and the same `s` from batch row b on.
 bool set_scored(Scored& s, const Maybe& t, const AttentionArgs& a, bool may_be_bool);
 // Sets `s` from sinks [H] of any floating type.

@@ -47,6 +47,11 @@ void gated_norm(const GatedNormArgs& a, int64_t rows) {
   over_rows(rows, a.width, [&](int64_t begin, int64_t end) { some(a, begin, end); });
 }
 
+void channel_decay(const ChannelDecayArgs& a, int64_t tokens) {
+  const auto heads = kernels().recurrence.channel_decay;
+  over_rows(tokens * a.heads, 4 * a.width, [&](int64_t begin, int64_t end) { heads(a, begin, end); });
+}
+
 namespace {
 
 const float* floats_of(const MaybeTensor& t) { return static_cast<const float*>(data_of(t)); }

@@ -1,14 +1,8 @@
-// The machine of a program's steps for a few new tokens, with what a step is given beside its values; binding_layer.cpp
-// holds the programs.
+// The machine of a program's steps for a few new tokens; binding_layer.cpp holds the programs.
 #pragma once
 
-#include <cmath>
-#include <cstring>
-
-#include "binding_layer.h"
-#include "binding_linear.h"
-#include "binding_ops.h"
-#include "binding_product.h"
+#include "binding_state_steps.h"
+#include "binding_takes.h"
 
 namespace infuse {
 
@@ -31,32 +25,14 @@ inline void norm_heads(const std::optional<NormPart>& part, const Array& qkv, in
   }
 }
 
-// What a step is given beside its values. The new tokens are appended at `start` to keys and values [B, K, S, D], which
-// a program of several blocks holds itself; states, which are given in their place, are overwritten (turns_of). `value`: what a
-// LayerInputPart multiplies with. Those of states are a CrossAttentionPart's; its mask [R, 1 or H, 1, L] hides states.
-struct Given {
-  Maybe cos, sin, mask, bias, keys, values, value, state_keys, state_values, states_mask;
-  int64_t start;
-  bool once;  // as in LinearArgs
-};
-
-struct StepMachine {
-  const Given& given;
-  Maybe x, y = x, branch;
+struct StepMachine : StateSteps {
+  Maybe x, y, branch;
   std::optional<Tensor> logits;  // the memory of x after a head
   bool last = false;
-  mutable bool wrote_state = false;
 
-  Maybe norm(const NormPart& part, const Maybe& of) const {
-    if (part.kind == NormKind::factor) return times(of, first_of(*part.weight));
-    Maybe made = array_as(*of);
-    if (part.kind == NormKind::rounded_rms || part.kind == NormKind::torch_rms) {
-      rounded_norm(*of, *part.weight, part.eps, part.offset, part.kind == NormKind::rounded_rms, *made);
-    } else {
-      infuse::norm(part.rule(), *of, *made);
-    }
-    return made;
-  }
+  StepMachine(const Given& given, const Array& x) : StateSteps{{given}}, x(x), y(x) {}
+  using StateSteps::apply;
+
   void add_norm(const NormPart& part, const Maybe& made) {
     if (part.kind == NormKind::factor) {
       x = this->sum(made, x);
@@ -81,19 +57,6 @@ struct StepMachine {
   }
   Maybe wide_sum(const Maybe& a, const Maybe& b) const {
     return sum(in_type(*a, ScalarType::Float), in_type(*b, ScalarType::Float));
-  }
-  static Array in_type(const Array& from, ScalarType type) {
-    if (from.scalar_type() == type) return from;
-    const int64_t sizes[] = {from.size(0), from.size(1), from.size(2)};
-    const Array to(sizes, 3, type);
-    kernels().router.convert(from.const_data_ptr(), type_of(from), to.mutable_data_ptr(), type_of(to), from.numel());
-    return to;
-  }
-  Maybe sum(const Maybe& a, const Maybe& b) const {
-    Array to = array_as(*a);
-    const void* from[] = {a->const_data_ptr(), b->const_data_ptr()};
-    kernels().sum_arrays({from, to.mutable_data_ptr(), 2, type_of(to)}, 0, to.numel());
-    return to;
   }
   Maybe apply(const AttentionPart& a, const Maybe& from) const {
     const Maybe& keys = a.keys.array ? a.keys.array : given.keys;
@@ -123,11 +86,7 @@ struct StepMachine {
                              a.softcap, a.sinks, attended);
     if (!done) return std::nullopt;
     if (a.gated) multiply_by_sigmoids(attended, qkv, (a.all_heads() - a.heads) * a.width);
-    if (a.gate) {
-      const Array gates = array({batch, tokens, a.gate->outputs}, *from);
-      multiply(*a.gate, *into, gates, given.once);
-      a.gate->outputs == a.heads ? multiply_heads(attended, gates) : multiply_by_sigmoids(attended, gates, 0);
-    }
+    multiply_by_gate(a.gate, *into, attended);
     if (!a.out_norm) return after(a.factors, times(a.out, attended, *from));
     const Array rows = array({batch, tokens, a.heads * a.width}, *from);
     std::memcpy(rows.mutable_data_ptr(), attended.const_data_ptr(), size_t(rows.numel()) * rows.element_size());
@@ -147,192 +106,63 @@ struct StepMachine {
                              rows);
     return done ? times(a.out, rows, *from) : Maybe();
   }
-  Maybe apply(const ShortConvPart& a, const Maybe& from) const {
-    const Maybe& state = a.convolved.array ? a.convolved.array : given.keys;
-    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels();
-    const int64_t turns = turns_of(state, tokens, {batch, a.taps, channels}, from->scalar_type());
-    if (!turns) return std::nullopt;
-    const Array rows = array_rows(*from, outputs_of(a.into)), y = array_rows(*from, channels);
-    multiply(a.into, *from, rows, given.once);
-    wrote_state = true;
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      const int64_t row = turn * outputs_of(a.into);
-      ConvArgs conv = conv_of(a, rows, row + 2 * channels, channels, *state, y, turn, turns);
-      conv.gate = bytes_at(rows, row), conv.out_gate = bytes_at(rows, row + channels);
-      conv.gate_b = conv.out_b = conv.x_b, conv.gate_t = conv.out_t = conv.x_t;
-      convolve(conv);
-    }
-    return times(a.out, y, *from);
-  }
-  Maybe apply(const LinearAttentionPart& a, const Maybe& from) const {
-    const Maybe& seen = a.convolved.array ? a.convolved.array : a.beside ? given.state_keys : given.keys;
-    const Maybe& state = a.state.array ? a.state.array : a.beside ? given.state_values : given.values;
-    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels(), width = outputs_of(a.into);
-    const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
-    const int64_t same = turns_of(state, tokens, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float);
-    if (!turns || same != turns) return std::nullopt;
-    const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
-    multiply(a.into, *before(a.factors, from), rows, given.once);
-    times_sections(a.factors, rows, width);
-    const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens / turns);
-    std::vector<float> skip(a.D ? size_t(a.heads) : 0);
-    if (a.D) widen(*a.D, skip.data());
-    wrote_state = true;
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      ConvArgs conv = conv_of(a, rows, turn * width + a.conv_at(), channels, *seen, qkv, turn, turns);
-      conv.silu = true;
-      convolve(conv);
-      ScanArgs scanned{};
-      const auto section = [&](int64_t at) { return bytes_at(qkv, turn * channels + at - a.conv_at()); };
-      scanned.q = section(a.q_at), scanned.k = section(a.k_at), scanned.v = section(a.v_at);
-      scanned.q_t = scanned.k_t = scanned.v_t = channels;
-      scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
-      scanned.decay = decay_and_beta.data() + turn * a.heads, scanned.beta = scanned.decay + batch * tokens * a.heads;
-      scanned.skip = a.D ? skip.data() : nullptr;
-      const int64_t each = turns > 1 ? state->numel() / (turns + 1) : 0;
-      scanned.before = static_cast<const float*>(state->const_data_ptr()) + turn * each;
-      scanned.after = static_cast<float*>(state->mutable_data_ptr()) + turn * each + each;
-      scanned.out = bytes_at(y, turn * a.values()), scanned.batch = batch, scanned.tokens = tokens / turns;
-      scanned.groups = a.key_heads, scanned.heads = a.heads;
-      scanned.key_width = a.key_width, scanned.value_width = a.value_width;
-      scanned.scale = float(a.scale), scanned.normalise = scanned.delta = a.delta, scanned.type = type_of(y);
-      scan(scanned);
-    }
-    GatedNormArgs gated{};
-    gated.x = y.const_data_ptr(), gated.y = y.mutable_data_ptr(), gated.gate = bytes_at(rows, a.gate_at);
-    gated.weight = a.norm ? a.norm->const_data_ptr() : nullptr;
-    gated.width = a.norm_width, gated.each = a.values() / a.norm_width, gated.gate_t = width;
-    gated.weight_rows = a.norm ? a.norm->numel() / a.norm_width : 1;
-    gated.eps = float(a.eps), gated.gate_first = a.gate_first, gated.sigmoid = a.sigmoid, gated.type = type_of(y);
-    gated_norm(gated, batch * tokens * gated.each);
-    return after(a.factors, times(a.out, y, *from));
-  }
-  // ---- multipliers
-  Maybe before(const std::optional<FactorsPart>& factors, const Maybe& x) const {
-    return factors && factors->before != 1 ? times(x, factors->before) : x;
-  }
-  Maybe after(const std::optional<FactorsPart>& factors, const Maybe& y) const {
-    return factors && factors->after != 1 ? times(y, factors->after) : y;
-  }
-  // Rows of so many columns, in place.
-  static void times_sections(const std::optional<FactorsPart>& factors, const Array& rows, int64_t columns) {
-    if (!factors) return;
-    int64_t at = 0;
-    for (const SectionPart& section : factors->sections) {
-      float factor = float(section.factor);
-      if (factors->rounded && type_of(rows) != Type::f32) {
-        uint16_t rounded;
-        kernels().router.convert(&factor, Type::f32, &rounded, type_of(rows), 1);
-        kernels().router.convert(&rounded, type_of(rows), &factor, Type::f32, 1);
+  Maybe apply(const LatentAttentionPart& a, const Maybe& from) const {
+    const Maybe& latents = a.keys.array ? a.keys.array : given.keys;
+    const Maybe& keys = a.values.array ? a.values.array : given.values;
+    const int64_t batch = from->size(0), tokens = from->size(1), width = a.plain + a.turned;
+    const int64_t shared = a.latent + a.turned;
+    const size_t bytes = from->element_size();
+    const auto has_room = [&](const Maybe& rows, int64_t columns) {
+      return rows && rows->scalar_type() == from->scalar_type() && rows->dim() == 4 && rows->size(0) == batch &&
+             rows->size(1) == 1 && rows->size(2) >= given.start + tokens && rows->size(3) == columns &&
+             rows->stride(3) == 1;
+    };
+    if (!has_room(latents, a.latent) || !has_room(keys, a.turned) || given.start < 0) return std::nullopt;
+    const Array q = array({batch, tokens, a.heads, width}, *from), kv = array_rows(*from, shared);
+    multiply(a.q, a.q_a ? *norm(*a.q_norm, *made_by(*a.q_a, *from)) : *from, q, given.once);
+    multiply(a.kv_a, *from, kv, given.once);
+    const Array latent = section(kv, 0, a.latent, a.kv_norm);
+    // What is turned of each head's query, and after them of the key that all heads share.
+    const Array plain = array({batch, tokens, a.heads + 1, a.turned}, *from);
+    const Array turned = array({batch, a.heads + 1, tokens, a.turned}, *from);
+    for (int64_t row = 0; row < batch * tokens; ++row) {
+      for (int64_t head = 0; head <= a.heads; ++head) {
+        const char* some = head < a.heads ? bytes_at(q, (row * a.heads + head) * width + a.plain)
+                                          : bytes_at(kv, row * shared + a.latent);
+        copy_turned(some, bytes_at(plain, (row * (a.heads + 1) + head) * a.turned), a.turned, bytes, a.pairs);
       }
-      for (int64_t row = at; factor != 1 && row < rows.numel(); row += columns) {
-        void* some = bytes_at(rows, row);
-        const void* from[] = {some};
-        kernels().experts.weigh({from, &factor, 1, some, type_of(rows)}, 0, section.columns);
-      }
-      at += section.columns;
     }
-  }
-  Maybe apply(const SelectiveScanPart& a, const Maybe& from) const {
-    const Maybe& seen = a.convolved.array ? a.convolved.array : given.keys;
-    const Maybe& state = a.state.array ? a.state.array : given.values;
-    const int64_t batch = from->size(0), tokens = from->size(1), channels = a.channels, made = a.rank + 2 * a.states;
-    const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
-    const int64_t same = turns_of(state, tokens, {batch, channels, a.states}, ScalarType::Float);
-    if (!turns || same != turns) return std::nullopt;
-    const Array rows = array_rows(*from, 2 * channels), x = array_rows(*from, channels), of_x = array_rows(*from, made);
-    multiply(a.into, *from, rows, given.once);
-    wrote_state = true;
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      ConvArgs conv = conv_of(a, rows, turn * 2 * channels, channels, *seen, x, turn, turns);
-      conv.silu = true;
-      convolve(conv);
+    if (!rotated(plain, given.cos, given.sin, a.interleaved, turned)) return std::nullopt;
+    for (int64_t row = 0; row < batch * tokens; ++row) {
+      const int64_t b = row / tokens, t = row % tokens, at = given.start + t;
+      const char* key = bytes_at(turned, ((b * (a.heads + 1) + a.heads) * tokens + t) * a.turned);
+      std::memcpy(bytes_at(*latents, b * latents->stride(0) + at * latents->stride(2)), bytes_at(latent, row * a.latent),
+                  size_t(a.latent) * bytes);
+      std::memcpy(bytes_at(*keys, b * keys->stride(0) + at * keys->stride(2)), key, size_t(a.turned) * bytes);
     }
-    multiply(a.x, x, of_x, given.once);
-    const Array dt = array_rows(*from, channels), y = array_rows(*from, channels);
-    multiply(a.dt, section(of_x, 0, a.rank, a.dt_norm), dt, given.once);
-    const Array keys = section(of_x, a.rank, a.states, a.key_norm);
-    const Array queries = section(of_x, a.rank + a.states, a.states, a.query_norm);
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      const int64_t each = turns > 1 ? state->numel() / (turns + 1) : 0;
-      SelectiveArgs scanned{};
-      scanned.x = bytes_at(x, turn * channels), scanned.dt = bytes_at(dt, turn * channels);
-      scanned.gate = bytes_at(rows, turn * 2 * channels + channels), scanned.y = bytes_at(y, turn * channels);
-      scanned.keys = bytes_at(keys, turn * a.states), scanned.queries = bytes_at(queries, turn * a.states);
-      scanned.x_t = scanned.dt_t = channels, scanned.gate_t = 2 * channels;
-      scanned.keys_t = scanned.queries_t = a.states;
-      scanned.x_b = scanned.dt_b = channels * tokens, scanned.gate_b = 2 * channels * tokens;
-      scanned.keys_b = scanned.queries_b = a.states * tokens;
-      scanned.a_log = a.A_log->const_data_ptr(), scanned.dt_bias = a.dt_bias->const_data_ptr();
-      scanned.skip = a.D->const_data_ptr();
-      const bool goes_on = tokens == turns;
-      scanned.before = goes_on ? static_cast<const float*>(state->const_data_ptr()) + turn * each : nullptr;
-      scanned.after = static_cast<float*>(state->mutable_data_ptr()) + turn * each + each;
-      scanned.batch = batch, scanned.tokens = tokens / turns, scanned.channels = channels, scanned.states = a.states;
-      scanned.type = type_of(x), scanned.weight_type = type_of(*a.A_log);
-      selective(scanned);
+    const Array attended = array({batch, tokens, a.heads, a.value}, *from);
+    LatentArgs of{};
+    of.q = q.const_data_ptr(), of.q_n = width, of.q_t = a.heads * width, of.q_b = tokens * of.q_t;
+    of.turned = turned.const_data_ptr(), of.turned_t = a.turned, of.turned_n = tokens * a.turned;
+    of.turned_b = (a.heads + 1) * of.turned_n;
+    of.expand = a.kv_b.weight->const_data_ptr(), of.out = attended.mutable_data_ptr(), of.type = type_of(*from);
+    of.batch = batch, of.tokens = tokens, of.heads = a.heads, of.plain = a.plain, of.turned_width = a.turned;
+    of.rank = a.latent, of.value = a.value;
+    const Latents seen{latents->const_data_ptr(), keys->const_data_ptr(), latents->stride(0), latents->stride(2),
+                       keys->stride(0), keys->stride(2), given.start + tokens};
+    if (!attend_to_latents(of, seen, given.mask, a.scale, !given.mask, *from)) return std::nullopt;
+    multiply_by_gate(a.gate, *from, attended);
+    return times(a.out, attended, *from);
+  }
+  // `count` values, those at even places before the others if they are `pairs`.
+  static void copy_turned(const char* from, char* to, int64_t count, size_t bytes, bool pairs) {
+    if (!pairs) {
+      std::memcpy(to, from, size_t(count) * bytes);
+      return;
     }
-    return times(a.out, y, *from);
-  }
-  // Columns [at, at + width) of rows [B, T, ...], normalised if there is a norm.
-  Array section(const Array& rows, int64_t at, int64_t width, const std::optional<NormPart>& part) const {
-    const Array some = array_rows(rows, width);
-    const size_t row_bytes = size_t(width) * rows.element_size();
-    for (int64_t row = 0; row < rows.numel() / rows.size(2); ++row) {
-      std::memcpy(bytes_at(some, row * width), bytes_at(rows, row * rows.size(2) + at), row_bytes);
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(to + size_t(i % 2 * (count / 2) + i / 2) * bytes, from + size_t(i) * bytes, bytes);
     }
-    return part ? *norm(*part, some) : some;
-  }
-  // The logarithms of decays [tokens, heads], and then beta or dt. One token alone is a step, whose dt has no limits.
-  static std::vector<float> decays(const LinearAttentionPart& a, const Array& rows, int64_t tokens, int64_t new_tokens) {
-    const size_t heads = size_t(a.heads), count = size_t(tokens) * heads;
-    std::vector<float> made(2 * count), rate(heads), bias(heads), row(heads);
-    widen(*a.A_log, rate.data()), widen(*a.dt_bias, bias.data());
-    for (float& each : rate) each = std::exp(each);
-    const Type type = type_of(rows);
-    for (int64_t t = 0; t < tokens; ++t) {
-      float *decay = made.data() + size_t(t) * heads, *beta = decay + count;
-      kernels().router.convert(bytes_at(rows, t * outputs_of(a.into) + a.step_at), type, row.data(), Type::f32, a.heads);
-      for (size_t h = 0; h < heads; ++h) {
-        const float x = row[h] + bias[h];
-        float step = x > 20 ? x : std::log1p(std::exp(x));
-        if (!a.delta && new_tokens > 1) step = std::min(std::max(step, float(a.least)), float(a.most));
-        decay[h] = -rate[h] * step, beta[h] = step;
-      }
-      if (a.beta_at < 0) continue;
-      kernels().router.convert(bytes_at(rows, t * outputs_of(a.into) + a.beta_at), type, row.data(), Type::f32, a.heads);
-      for (size_t h = 0; h < heads; ++h) beta[h] = float(a.beta_factor) / (1 + std::exp(-row[h]));
-    }
-    return made;
-  }
-  // Channels from element `at` of rows [B, T, ...] on, convolved on the state of this turn.
-  template <class Part>
-  static ConvArgs conv_of(const Part& a, const Array& rows, int64_t at, int64_t channels, const Array& state,
-                          const Array& y, int64_t turn, int64_t turns) {
-    const int64_t each = turns > 1 ? state.numel() / (turns + 1) : 0;
-    ConvArgs conv{};
-    conv.x = bytes_at(rows, at), conv.x_t = rows.size(2), conv.x_b = rows.size(1) * rows.size(2);
-    conv.weight = a.conv->const_data_ptr(), conv.bias = a.conv_bias ? a.conv_bias->const_data_ptr() : nullptr;
-    conv.before = bytes_at(state, turn * each), conv.after = bytes_at(state, turn * each + each);
-    conv.y = bytes_at(y, turn * channels);
-    conv.batch = rows.size(0), conv.tokens = rows.size(1) / turns, conv.channels = channels, conv.taps = a.taps;
-    conv.type = type_of(rows), conv.weight_type = type_of(*a.conv);
-    return conv;
-  }
-  // In how many turns the tokens go over a state of these sizes: in one, which overwrites it. Or, over states
-  // [tokens + 1, ...] of one batch row, each token in its own: from the state before it to the next. 0: in none.
-  static int64_t turns_of(const Maybe& state, int64_t tokens, std::initializer_list<int64_t> sizes, ScalarType type) {
-    if (!state || state->scalar_type() != type || !state->is_contiguous()) return 0;
-    const int64_t more = state->dim() - int64_t(sizes.size());
-    if (more < 0 || more > 1 || (more && (tokens < 2 || state->size(0) != tokens + 1 || *sizes.begin() != 1))) return 0;
-    int64_t axis = more;
-    for (int64_t size : sizes) {
-      if (state->size(axis++) != size) return 0;
-    }
-    return more ? tokens : 1;
-  }
-  static char* bytes_at(const Array& of, int64_t element) {
-    return static_cast<char*>(of.mutable_data_ptr()) + element * int64_t(of.element_size());
   }
   // Heads [B, T, H, D] times the sigmoids of columns [at, at + H D) of `gates` [B, T, ...], in place.
   static void multiply_by_sigmoids(const Array& heads, const Array& gates, int64_t at) {
@@ -342,6 +172,12 @@ struct StepMachine {
     a.width = heads.size(2) * heads.size(3), a.each = a.weight_rows = 1, a.gate_t = gates.numel() / tokens;
     a.sigmoid = true, a.type = type_of(heads);
     gated_norm(a, tokens);
+  }
+  // Heads [B, T, H, D] times the sigmoids of a product of `from`, if there is one.
+  void multiply_by_gate(const std::optional<LinearPart>& gate, const Array& from, const Array& heads) const {
+    if (!gate) return;
+    const Array gates = *made_by(*gate, from);
+    gate->outputs == heads.size(2) ? multiply_heads(heads, gates) : multiply_by_sigmoids(heads, gates, 0);
   }
   // The same with one gate for each head.
   static void multiply_heads(const Array& heads, const Array& gates) {
@@ -485,27 +321,6 @@ struct StepMachine {
                              Type::f32}, 0, 1);
     for (float& g : gates) g = 1 / (1 + std::exp(-g));
     return gates;
-  }
-  static double first_of(const Array& t) {
-    float first = 0;
-    kernels().router.convert(t.const_data_ptr(), type_of(t), &first, Type::f32, 1);
-    return first;
-  }
-  static void widen(const Array& from, float* to) {
-    kernels().router.convert(from.const_data_ptr(), type_of(from), to, Type::f32, from.numel());
-  }
-  Maybe times(const Maybe& of, double scale) const {
-    const Array made = array_as(*of);
-    const void* from[] = {of->const_data_ptr()};
-    const float factor = float(scale);
-    kernels().experts.weigh({from, &factor, 1, made.mutable_data_ptr(), type_of(made)}, 0, made.numel());
-    return made;
-  }
-  // A product [B, T, C], like `like`.
-  Maybe times(const LinearPart& part, const Array& by, const Array& like) const {
-    const Array made = array_as(like);
-    multiply(part, by, made, given.once);
-    return made;
   }
 };
 

@@ -359,6 +359,27 @@ inline void scan(const ScanArgs& a, int64_t begin, int64_t end) {
   });
 }
 
+// ---- a decay for each channel ----
+
+template <class T>
+void decay_head(const ChannelDecayArgs& a, int64_t token, int64_t head) {
+  const T* made = static_cast<const T*>(a.made) + token * a.made_t + head * a.width;
+  const float* bias = a.bias + head * a.width;
+  float* to = a.decay + (token * a.heads + head) * a.width;
+  const Vec rate(a.rate[head]), bound(a.bound), one(1.0f);
+  over_lanes(a.width, [&](int64_t d, int n) {
+    const Vec y = load(made + d, n) + load(bias + d, n);
+    const Vec decay = a.bounded ? bound / (one + exp(Vec(0.0f) - rate * y)) : Vec(0.0f) - rate * softplus(y);
+    store(to + d, a.rounded ? rounded<T>(decay) : decay, n);
+  });
+}
+
+inline void channel_decay(const ChannelDecayArgs& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) decay_head<decltype(type)>(a, i / a.heads, i % a.heads);
+  });
+}
+
 // ---- a norm with a gate ----
 
 template <class T>

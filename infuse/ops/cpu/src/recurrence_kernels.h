@@ -58,6 +58,19 @@ struct GatedNormArgs {
   Type type;
 };
 
+// The logarithms of decays by channel [tokens, H, D] in float32: -rate softplus(made + bias), or, if they are bounded,
+// bound sigmoid(rate (made + bias)), `rounded` to `type` or not. Tokens of made [tokens, H D] are `made_t` apart; rates
+// [H] and biases [H D].
+struct ChannelDecayArgs {
+  const void* made;
+  const float *rate, *bias;
+  float* decay;
+  int64_t made_t, heads, width;
+  float bound;
+  bool bounded, rounded;
+  Type type;
+};
+
 // For each channel, with N states S in float32 and step = softplus(dt + dt_bias): S = exp(-exp(a_log) step) S + step x
 // keys, y = (S queries + skip x) silu(gate). x, dt, gate [B, T, C] and keys, queries [B, T, N] have tokens *_t and rows
 // *_b apart; y [B, T, C], a_log [C, N] and the states [B, C, N] are contiguous.
@@ -81,6 +94,7 @@ struct RecurrenceKernels {
   void (*scan)(const ScanArgs&, int64_t begin, int64_t end);             // batch rows x heads
   void (*gated_norm)(const GatedNormArgs&, int64_t begin, int64_t end);  // rows
   void (*selective)(const SelectiveArgs&, int64_t begin, int64_t end);   // batch rows x tiles
+  void (*channel_decay)(const ChannelDecayArgs&, int64_t begin, int64_t end);  // tokens x heads
 };
 
 }  // namespace infuse

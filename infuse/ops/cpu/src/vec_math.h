@@ -269,5 +269,16 @@ inline Vec gelu_for_bf16(Vec x) {
   return larger(Vec(0.0f), x) - t * coarse_exp2(p);
 }
 
+// log(1 + e^x) to 2 units in the last place. With u = e^-|x| it is max(x, 0) + log(1 + u), and log(1 + u) is
+// 2 artanh(s), s = u / (2 + u) <= 1/3: a polynomial, the minimax fit of (artanh(s) / s - 1) / s^2 * 2.
+inline Vec softplus(Vec x) {
+  const Vec u = exp(Vec(0.0f) - absolute(x)), s = u / (u + Vec(2.0f)), s2 = s * s;
+  Vec p = fma(Vec(1.951719105e-1f), s2, Vec(2.263381393e-1f));
+  p = fma(p, s2, Vec(2.851503901e-1f));
+  p = fma(p, s2, Vec(4.000209479e-1f));
+  p = fma(p, s2, Vec(6.666664739e-1f));
+  return larger(Vec(0.0f), x) + fma(s * s2, p, s + s);
+}
+
 }  // namespace INFUSE_ISA
 }  // namespace infuse
