@@ -6,7 +6,8 @@
     python bench/hybrids.py --gguf FOLDER/model.gguf          # beside ik_llama.cpp on the same file
 
 Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B; and
-of 0.35 to 0.6 B, with --prompt 0: falcon_h1, mamba2, falcon_mamba, jamba. A token's bound are the bytes of weights
+of 0.35 to 0.6 B, with --prompt 0: falcon_h1, mamba2, falcon_mamba, jamba, kimi_linear, and of latent attention alone
+deepseek. A token's bound are the bytes of weights
 (of mixtures: those of the chosen experts), states and cached keys and values over the rate at which memory is read
 before and after it; a prompt's are its operations over the rate of a bfloat16 matmul before and after it.
 `--plain` also times transformers in bfloat16.
@@ -101,8 +102,31 @@ def _jamba() -> Any:
     ))  # fmt: skip
 
 
+_LATENT = dict(
+    q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_group=1,
+    topk_group=1, moe_intermediate_size=512, n_shared_experts=2, num_experts_per_tok=4,
+)  # fmt: skip
+
+
+def _kimi_linear() -> Any:
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 4
+    return t.KimiLinearForCausalLM(t.KimiLinearConfig(
+        **_COMMON, **_LATENT, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=8, layer_types=kinds, linear_num_heads=8, linear_head_dim=128, num_experts=16,
+        mlp_layer_types=["dense"] + ["sparse"] * 15,
+    ))  # fmt: skip
+
+
+def _deepseek() -> Any:
+    return t.DeepseekV2ForCausalLM(t.DeepseekV2Config(
+        **_COMMON, **_LATENT, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=8, n_routed_experts=16, first_k_dense_replace=1,
+    ))  # fmt: skip
+
+
 MODELS = {"qwen3_5": _qwen3_5, "granite": _granite, "lfm2": _lfm2}
 OTHERS = {"falcon_h1": _falcon_h1, "mamba2": _mamba2, "falcon_mamba": _falcon_mamba, "jamba": _jamba}
+OTHERS |= {"kimi_linear": _kimi_linear, "deepseek": _deepseek}
 
 
 def made(name: str) -> Any:

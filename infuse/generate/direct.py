@@ -126,7 +126,7 @@ class DirectSteps:
         if stack is None or answer is None or stack.wide != narrowed:
             return None
         step = DirectStep(parts, stack, answer, normed.module, turning_by, around, cache, embedded.output)
-        step.end_tokens = least_window(parts.above[0].config)
+        step.end_tokens = least_window(getattr(parts.above[-1], "config", parts.above[0].config))  # not a tower's
         return step
 
     def stack_of(
@@ -302,9 +302,12 @@ class Turning:
         others = [value for value in given if value is not x]
         if x is None or len(others) != 1:
             return None
-        # Qwen 3.5 has three rows of positions, which are alike for text.
-        told = others[0]
-        alike = told is positions or (told.dim() > positions.dim() and bool((told == positions).all()))
+        # Models of pictures take several rows of positions, [3, B, 1]: some of the step's own, or copies of it.
+        told, own = others[0], positions if positions.dim() == 3 else positions[None]
+        rows = told if told.dim() == 3 else ()
+        alike = told is positions or (
+            len(rows) > 0 and all(any(torch.equal(row, each) for each in own) for row in rows)
+        )
         return cls(call, x, told) if alike else None
 
     @property
@@ -447,12 +450,16 @@ def _rotates(block: Any) -> bool:
 
 
 def _down_to_blocks(model: nn.Module) -> list[nn.Module] | None:
-    """The path of modules from the model to its one list of blocks."""
+    """The path of modules from the model to its one list of a decoder's blocks: towers of pictures have others."""
     layers = list({id(each): each for each in model.modules() if isinstance(each, nn.ModuleList)}.values())
-    found = [each for each in layers if len(each) and all(isinstance(child, Block) for child in each)]
-    if len(found) != 1 or sum(isinstance(each, Block) for each in model.modules()) != len(found[0]):
+    found = [each for each in layers if len(each) and all(map(_decodes, each))]
+    if len(found) != 1 or sum(map(_decodes, model.modules())) != len(found[0]):
         return None
     return path_to(model, found[0])
+
+
+def _decodes(module: nn.Module) -> bool:
+    return isinstance(module, Block) and bool(module.shape.decodes)
 
 
 def path_to(model: nn.Module, inside: nn.Module) -> list[nn.Module]:

@@ -53,6 +53,8 @@ _OF_LOOPS = (
 CACHE_NAME = cache_argument(GenerationMixin.prepare_inputs_for_generation) or FORMER
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
 _FOLLOWED = ("input_ids", "attention_mask", "position_ids")
+# Those that tell a text's tokens from a picture's: transformers repeats the last ones, or gives zeros.
+_KINDS = ("token_type_ids", "mm_token_type_ids")
 _OF_DECODER = "decoder_"  # begins their names in a model with an encoder, whose own mask stays as it is
 
 
@@ -334,6 +336,7 @@ class Steps:
             if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
                 return False
         known = {self._ids, self._mask, self._positions, *CACHE_NAMES, *(["attention_mask"] if self._reads else [])}
+        known.update(() if self._speculates else _KINDS)  # of one token a row, they stay as they are
         unknown = [name for name, value in inputs.items() if name not in known and isinstance(value, Tensor)]
         ids, mask, positions = inputs.get(self._ids), inputs.get(self._mask), inputs.get(self._positions)
         if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens_BT):

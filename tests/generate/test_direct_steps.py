@@ -21,6 +21,7 @@ from infuse.generate.choose import likeliest
 from infuse.layers.stack import Answer, StackCall
 from infuse.native import kernels
 from infuse.ops.cpu.program import CosSin, NativeProgram
+from tests.models import vision_language
 from tests.models.families import BY_NAME, inputs
 from tests.support.one_calls import blocks
 
@@ -70,6 +71,23 @@ def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     assert torch.equal(answer(engine, batch), exact) and made == [True] * DIRECT
     assert torch.equal(answer(engine, batch), exact)
     assert made == [True] * (2 * DIRECT - 1), "the second answer's first step is traced, but not made again"
+
+
+@pytest.mark.parametrize("name", vision_language.MODELS)
+def test_models_of_pictures(name: str, made: list[bool]) -> None:
+    """After text and after pictures, whose kinds of tokens and rows of positions go on; padded rows are the model's."""
+    original = vision_language.made(name)
+    engine = infuse.init_inference(vision_language.made(name), dtype="fp32")
+    several = vision_language.given(original)
+    grid = several["image_grid_thw"][:2]
+    one = {key: value[:1] for key, value in several.items()}
+    one |= {"image_grid_thw": grid, "pixel_values": several["pixel_values"][: int(grid.prod(-1).sum())]}
+    text = inputs(BY_NAME["llama"], batch=1, tokens=7)
+    for given, steps in ((text, NEW - 1), (one, NEW - 2), (several, 0)):
+        made.clear()
+        asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+        assert torch.equal(engine.generate(**given, **asked), original.generate(**given, **asked))
+        assert made == [True] * steps
 
 
 def test_numbers_of_layers_are_no_windows(made: list[bool]) -> None:

@@ -28,7 +28,7 @@ from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from infuse.plan.step import Step
 from infuse.proof.routes import Route, fed, recorded
-from tests.models.families import BY_NAME, CHANNEL_DELTA, DECODERS, FAMILIES, LATENT, LATENT_MIXTURES, RELATIVES, inputs
+from tests.models.families import BY_NAME, DECODERS, FAMILIES, RELATIVES, inputs
 from tests.support.graphed import graphed
 from tests.support.one_calls import calls_noted, part_by_part
 from tests.support.relatives import less
@@ -61,12 +61,10 @@ GENERATED = [
     for turn, way in enumerate(("one call", "block by block", "graphs"))
 ]
 # Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
-# clipped ones, gates of attention's heads, queries that grow with positions; and latent attention and decays for each
-# channel, which are no steps of programs in C++.
+# clipped ones, gates of attention's heads, queries that grow with positions.
 IN_PARTS = (
-    "stablelm-parallel", "cohere-qk", "olmoe-clip", "laguna", "laguna-channels", "ministral3", "llama4",
+    "stablelm-parallel", "cohere-qk", "olmoe-clip", "laguna", "laguna-channels", "ministral3", "mistral4", "llama4",
     "llama4-experts",
-    *(family.name for family in (*LATENT_MIXTURES, *LATENT, *CHANNEL_DELTA)),
 )  # fmt: skip
 # The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation, experts whose
 # inputs are weighed.
