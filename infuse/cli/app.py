@@ -301,17 +301,17 @@ def build(
 ) -> None:
     """Build the C++ kernels for CPUs now instead of at their first use, into INFUSE_CACHE_DIR or ~/.cache."""
     with without_tracebacks():
-        from infuse.native import BINARY, first_use
+        from infuse.native import first_use, installed
 
-        if BINARY.exists() and not again:
-            print(f"the kernels came with the installation: {BINARY}")
+        if (binary := installed()) and not again:
+            print(f"the kernels came with the installation: {binary}")
             return
         path = first_use.obtain(again=again or first_use.kept() is None)
         if isinstance(path, str):
             fail(path, FAILED)
         print(path)
-        if BINARY.exists():
-            remarks().print(f"the kernels that came with the installation are taken first: {BINARY}", soft_wrap=True)
+        if binary:
+            remarks().print(f"the kernels that came with the installation are taken first: {binary}", soft_wrap=True)
 
 
 @app.command()

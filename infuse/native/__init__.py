@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infuse.device import Device
-from infuse.native import first_use
+from infuse.native import build, first_use
 
 BINARY = Path(__file__).with_name("_kernels.so")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,13 +31,19 @@ def kernels() -> Any:
     """The namespace of the compiled operators, or a text that says why there are none. Loads or builds them once."""
     if os.environ.get("INFUSE_CPU_ISA") == "off":
         return "INFUSE_CPU_ISA=off"
-    unfit = _load(BINARY) if BINARY.exists() else ""
-    if unfit is None:
+    binary = installed()
+    unfit = f"{BINARY.name} was built from other sources than these" if BINARY.exists() else ""
+    if binary is not None and not (unfit := _load(binary) or ""):
         return torch.ops.infuse_cpu
     library = first_use.obtain()  # also if the wheel's binary does not load: the system may be older than the wheel
     if isinstance(library, str):
         return unfit or library
     return _load(library) or torch.ops.infuse_cpu
+
+
+def installed() -> Path | None:
+    """The library that came with the installation; None if there is none, or if it was built from other sources."""
+    return BINARY if BINARY.exists() and build.is_of_sources(BINARY) else None
 
 
 def _load(library: Path) -> str | None:
@@ -97,7 +103,7 @@ def described() -> dict[str, str]:
     Builds nothing.
     """
     off = os.environ.get("INFUSE_CPU_ISA") == "off"
-    path = BINARY if BINARY.exists() else first_use.kept()
+    path = installed() or first_use.kept()
     operators = kernels() if off or path else first_use.outlook()
     if isinstance(operators, str):
         return {"C++ kernels": f"none: {operators}"}

@@ -32,6 +32,9 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10
 HEADER = "include/torch/csrc/stable/library.h"  # exists in every PyTorch that the kernels can be built against
 
 
+MARK = "infuse kernels of the sources "  # begins the text by which a library names them
+
+
 class BuildError(Exception):
     """The compiler failed; the message is its output."""
 
@@ -57,12 +60,23 @@ def why_not(torch: Path | None) -> str | None:
     return None
 
 
-def fingerprint() -> str:
-    """Hash of all that the built library depends on: sources, flags, machine. Not PyTorch, thanks to its stable ABI."""
-    digest = hashlib.sha256(f"{platform.system()} {platform.machine()} {os.environ.get('CXXFLAGS', '')}".encode())
+def sources() -> str:
+    """Hash of the sources and of how this file compiles them."""
+    digest = hashlib.sha256()
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def fingerprint() -> str:
+    """Hash of all that the built library depends on: sources, flags, machine. Not PyTorch, thanks to its stable ABI."""
+    machine = f"{platform.system()} {platform.machine()} {os.environ.get('CXXFLAGS', '')} {sources()}"
+    return hashlib.sha256(machine.encode()).hexdigest()[:16]
+
+
+def is_of_sources(library: Path) -> bool:
+    """Whether a library was built from these sources, which it names: after a `git pull` it may be of earlier ones."""
+    return f"{MARK}{sources()}".encode() in library.read_bytes()
 
 
 def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
@@ -82,6 +96,7 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
     ]
     jobs.append((["-DINFUSE_WITH_AMX"] if "avx512_amx" in levels else [], SOURCES / "detect.cpp", objects / "detect.o"))
     stable = [STABLE_ABI, f"-I{torch / 'include'}", "-include", str(SOURCES / "no_extern_templates.h")]
+    stable.append(f'-DINFUSE_SOURCES="{MARK}{sources()}"')
     jobs += [(stable, source, objects / f"{source.stem}.o") for source in sorted(SOURCES.glob("binding*.cpp"))]
 
     def compile_one(job: tuple[list[str], Path, Path]) -> None:

@@ -22,6 +22,7 @@ from infuse.errors import ProofError
 from infuse.layers import hook
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
+from infuse.native import build
 from infuse.ops import Body, registered
 from infuse.plan.kinds import ATTENTION, BLOCK, LINEAR
 from infuse.plan.plan import Plan
@@ -254,6 +255,7 @@ def asked_anew() -> Iterator[None]:
         ("off", None, "INFUSE_CPU_ISA=off"),
         ("", "absent.so", "the C++ kernels are not built: INFUSE_BUILD=0"),
         ("", "broken.so", "the C++ kernels do not load: "),
+        ("", "older.so", "older.so was built from other sources than these"),
     ],
 )
 def test_kernels_that_cannot_run_decline(
@@ -265,7 +267,8 @@ def test_kernels_that_cannot_run_decline(
         monkeypatch.setenv("INFUSE_BUILD", "0")
         monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
         monkeypatch.setattr(native, "BINARY", tmp_path / binary)
-        (tmp_path / "broken.so").write_bytes(b"no library")
+        (tmp_path / "older.so").write_bytes(f"no library, {build.MARK}0123456789abcdef".encode())
+        (tmp_path / "broken.so").write_bytes(f"no library, {build.MARK}{build.sources()}".encode())
     model = BY_NAME["llama"].make()
     wanted = logits(model)
     done = applied(model, dtype="fp32")

@@ -14,6 +14,9 @@
 namespace infuse {
 namespace {
 
+// Which sources this library was built from: infuse/native/build.py looks for it before the library is loaded.
+[[gnu::used]] const char kSources[] = INFUSE_SOURCES;
+
 void run_norm(NormArgs& a, const NormRule& rule, const Array& x, const Array& y) {
   a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr();
   a.columns = x.size(x.dim() - 1);
