@@ -3,8 +3,8 @@
 A user's own class or patch is called in each step. What a model computes between its parts is its own affair, so each
 answer's first step is traced: every part must have got the very tensor that the part before it returned, but for a
 number of the config by which the embedding or the logits are multiplied. The first such step of a model is also
-computed again, and must give the same logits. A mask is the model's affair, too: from the
-length on at which a window may hide tokens, the model is called.
+computed again, and must give the same logits. Masks are the model's affair, too: blocks may have got none but that of
+padding, and from the length on at which a window may hide tokens, the model is called.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ class DirectSteps:
     are_librarys: LibraryCalls = field(default_factory=LibraryCalls)
 
     def parts_of(self, model: Any, inputs: Mapping[str, Any]) -> Parts | None:
-        """The parts of a model, if it may be called for a step without a mask of tokens."""
-        if inputs.get("attention_mask") is not None or (found := _down_to_blocks(model)) is None:
+        """The parts of a model, if a step's mask is none or one of tokens, [B, L]."""
+        mask = inputs.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            return None
+        if (found := _down_to_blocks(model)) is None:
             return None
         return Parts.of(found, model.get_input_embeddings(), model.get_output_embeddings(), self.is_ours)
 
@@ -109,9 +112,11 @@ class DirectSteps:
         around = Plain.of(embedded.output, x, headed.output, outputs.logits, parts.above[0].config)
         if around is None:
             return None
-        begun = x
+        begun, of_tokens = x, inputs.get("attention_mask")
+        mask = None if of_tokens is None else of_tokens.bool()[:, None, None]
+        cos_sin = None if turned is None else turned.output
         for block, call in zip(parts.blocks, blocks, strict=True):
-            if call.module is not block or not _follows(call, x, cache, None if turned is None else turned.output):
+            if call.module is not block or not _follows(call, x, cache, cos_sin, mask):
                 return None
             x = call.output[0] if isinstance(call.output, tuple) else call.output
         if not normed.is_of(normed.module, x):
@@ -122,7 +127,7 @@ class DirectSteps:
         if turned is not None and turning_by is None:
             return None
         stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps)
-        answer = None if stack is None else stack.begin(embedded.output, cache)
+        answer = None if stack is None else stack.begin(embedded.output, cache, mask=mask)
         if stack is None or answer is None or stack.wide != narrowed:
             return None
         step = DirectStep(parts, stack, answer, normed.module, turning_by, around, cache, embedded.output)
@@ -428,8 +433,10 @@ def is_same(view: Any, x: Any) -> bool:
     return alike and view.data_ptr() == x.data_ptr()
 
 
-def _follows(call: Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
-    """Whether a block was called with x, the cache and the rotary positions, and with nothing else that matters."""
+def _follows(call: Call, x: Any, cache: KVCache, cos_sin: Any, mask: Tensor | None) -> bool:
+    """Whether a block was called with x, the cache, the rotary positions and the mask of keys, and with nothing else
+    that matters.
+    """
     given = dict(call.kwargs)
     if len(call.args) + ("hidden_states" in given) != 1:
         return False
@@ -437,15 +444,19 @@ def _follows(call: Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
     caches = [given.pop(name) for name in CACHE_NAMES if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
         return False
-    turns = given.pop("position_embeddings", None)
-    if (turns is not cos_sin and _rotates(call.module)) or given.get("output_attentions"):
+    turns, hides = given.pop("position_embeddings", None), given.pop("attention_mask", None)
+    attends = _attends(call.module)
+    if (turns is not cos_sin and attends) or given.get("output_attentions"):
+        return False
+    wanted = mask if attends else None
+    if hides is not wanted and (wanted is None or not equal(hides, wanted)):
         return False
     given.pop("position_ids", None)  # which these blocks do not use
     return all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items())
 
 
-def _rotates(block: Any) -> bool:
-    """Whether a mixer of the block looks at rotary positions."""
+def _attends(block: Any) -> bool:
+    """Whether a mixer of the block looks at keys, and at rotary positions."""
     return not all(isinstance(block._modules[name], Recurrent) for name in block.shape.mixers)
 
 

@@ -1,4 +1,4 @@
-"""Run all blocks of a decoder in one C++ call, for the steps of an answer: one new token a row, without a mask.
+"""Run all blocks of a decoder in one C++ call, for the steps of an answer: one new token a row.
 
 What is before and after them is in the same call where the kernels compute it (Around).
 """
@@ -13,6 +13,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse.architectures.norm import SCALE
@@ -67,7 +68,7 @@ class Around:
 
 
 class StackCall(OneCall):
-    """One call for a new token of all blocks of a decoder, without a mask. Each takes what the one before returns."""
+    """One call for a new token of all blocks of a decoder. Each takes what the one before returns."""
 
     @classmethod
     def of(
@@ -138,10 +139,13 @@ class StackCall(OneCall):
         self._most_rows = min(call.most_rows for call in calls)
         self.readers = [block._modules[call.reader] for block, call in zip(blocks, calls, strict=True) if call.reader]
 
-    def begin(self, x_BTC: Tensor, cache: KVCache, states: ReadStates | None = None) -> Answer | None:
+    def begin(
+        self, x_BTC: Tensor, cache: KVCache, states: ReadStates | None = None, mask: Tensor | None = None
+    ) -> Answer | None:
         """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called.
 
-        `states`: what the blocks read of an encoder's states.
+        `states`: what the blocks read of an encoder's states. `mask` [B, 1, 1, L] tells which of the L tokens in the
+        cache are seen; all later ones are.
         """
         if autocast.is_any_on() or (self._embedding is not None and not _looks_up(self._embedding, x_BTC)):
             return None
@@ -159,8 +163,10 @@ class StackCall(OneCall):
             slot.place is not None or slot.row_lengths is not None or slot.keeps_each for slot in slots
         ):
             return None
+        if mask is not None and (mask.shape[-1] != slots[0].length or not self._attentions):
+            return None
         # Held as they are now: what is assigned to a parameter later does not count.
-        return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC, states)
+        return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC, states, mask)
 
     def with_room(
         self, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor, states: ReadStates | None
@@ -207,13 +213,14 @@ class Answer:
     """The steps of one answer over all blocks. Modules and weights in blocks are those of its first step."""
 
     def __init__(
-        self, stack: StackCall, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor, states: ReadStates | None = None
-    ):
+        self, stack: StackCall, tensors: list[Tensor], slots: list[Any], x_BTC: Tensor, states: ReadStates | None,
+        mask: Tensor | None,
+    ):  # fmt: skip
         self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
         self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
         self._read, self._states_mask = states, None if states is None else states.mask
-        self._native, self._room_tokens = stack.with_room(tensors, slots, x_BTC, states)
-        self._held = self._held_now()
+        self._mask = mask
+        self._make_room()
 
     @property
     def length(self) -> int:
@@ -225,10 +232,10 @@ class Answer:
 
         None if the model has to be called.
         """
-        none = None  # the program holds its storages, and there is neither a mask, nor a bias, nor another value
+        none = None  # the program holds its storages, and there is neither a bias nor another value
         native = self._with_room()
         turns = cos_sin.cos, cos_sin.sin, cos_sin.index
-        out = native.run(x, *turns, none, none, none, none, self.length, none, none, none, self._states_mask)
+        out = native.run(x, *turns, self._mask, none, none, none, self.length, none, none, none, self._states_mask)
         self._append(0 if out is None else 1)
         return out
 
@@ -242,16 +249,21 @@ class Answer:
         native = self._with_room()
         # A step that finds no room has already overwritten the states before its first attention.
         count = int(min(count, self._room_tokens - self.length))
-        tokens = native.tokens(ids_B1, cos_sin, self.length, count, ends, self._states_mask)
+        tokens = native.tokens(ids_B1, cos_sin, self._mask, self.length, count, ends, self._states_mask)
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 
     def _with_room(self) -> NativeProgram:
         """The program, with room for another token."""
         if self.length >= self._room_tokens or not all(map(is_, self._held, self._held_now())):
-            self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like, self._read)
-            self._held = self._held_now()
+            self._make_room()
         return self._native
+
+    def _make_room(self) -> None:
+        self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like, self._read)
+        self._held = self._held_now()
+        if self._mask is not None:
+            self._mask = F.pad(self._mask, (0, int(self._room_tokens) - self._mask.shape[-1]), value=True)
 
     def _held_now(self) -> list[Any]:
         """What others may have replaced: states of recurrences, storages of keys, and those of an encoder's states."""

@@ -75,7 +75,7 @@ def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
 
 @pytest.mark.parametrize("name", vision_language.MODELS)
 def test_models_of_pictures(name: str, made: list[bool]) -> None:
-    """After text and after pictures, whose kinds of tokens and rows of positions go on; padded rows are the model's."""
+    """After text and after pictures, whose kinds of tokens and rows of positions go on, in padded rows, too."""
     original = vision_language.made(name)
     engine = infuse.init_inference(vision_language.made(name), dtype="fp32")
     several = vision_language.given(original)
@@ -83,7 +83,7 @@ def test_models_of_pictures(name: str, made: list[bool]) -> None:
     one = {key: value[:1] for key, value in several.items()}
     one |= {"image_grid_thw": grid, "pixel_values": several["pixel_values"][: int(grid.prod(-1).sum())]}
     text = inputs(BY_NAME["llama"], batch=1, tokens=7)
-    for given, steps in ((text, NEW - 1), (one, NEW - 2), (several, 0)):
+    for given, steps in ((text, NEW - 1), (one, NEW - 2), (several, NEW - 2)):
         made.clear()
         asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
         assert torch.equal(engine.generate(**given, **asked), original.generate(**given, **asked))
@@ -124,10 +124,32 @@ def test_a_stream_that_is_changed_in_place_is_noticed(
     assert torch.equal(answer(engine), answer(original)) and made == [True], "it was made again, once"
 
 
-def test_padded_batches_and_other_modes_are_the_models(made: list[bool]) -> None:
-    family = BY_NAME["llama"]
-    engine = infuse.init_inference(family.make(), dtype="fp32")
-    engine.generate(**inputs(family, batch=2, tokens=7, padding="left"), max_new_tokens=4)
+@pytest.mark.parametrize("name", ["llama", "llama-dynamic", "qwen3-moe", "granite", "deepseek-v2", *WITH_STATES])
+def test_padded_batches(name: str, made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask grows with the tokens, over the end of the cache's room, too."""
+    original = BY_NAME[name].make(max_position_embeddings=256)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    given = inputs(BY_NAME[name], batch=3, tokens=7, padding="left")
+    for count in (NEW, 80):
+        made.clear()
+        asked: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
+        exact, found = original.generate(**given, **asked), engine.generate(**given, **asked)
+        assert torch.equal(found, exact) and made == [True] * (count - (1 if count == NEW else 2))
+    alone = original.generate(given["input_ids"], **asked)
+    assert not torch.equal(alone, exact), "the mask hides nothing"
+
+
+def test_a_mask_that_the_model_makes_itself_is_its_own(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BY_NAME["llama"].make()
+    engine = infuse.init_inference(model, dtype="fp32")
+    given = inputs(BY_NAME["llama"], batch=2, tokens=7, padding="left")
+    engine.module.set_attn_implementation("eager")  # adds a mask of numbers
+    engine.generate(**given, max_new_tokens=4)
+    assert not made
+
+
+def test_other_modes_are_the_models(made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
     answer(engine, num_beams=2)
     answer(engine, use_cache=False)
     answer(engine, cache_implementation="static")

@@ -48,20 +48,21 @@ class NativeProgram:
         nothing before `start` changes, even if the result is None. States of recurrences are overwritten; raises
         RuntimeError if a kernel refuses a step afterwards. cos and sin are as in ops.rotary; if `turn` is not negative,
         they are a table with the step's only token at this index. Mask and bias are as in ops.attention, which is
-        causal without a mask. `value` [B, T, P] is what a step goes over. Keys and values of an encoder's states,
-        [R, H, L, D] with a row for B / R rows each, are attended to under `states_mask` [R or 1, 1 or H, 1, L] alone.
+        causal without a mask; one for the program's own storages may have columns for later tokens, too. `value`
+        [B, T, P] is what a step goes over. Keys and values of an encoder's states, [R, H, L, D] with a row for B / R
+        rows each, are attended to under `states_mask` [R or 1, 1 or H, 1, L] alone.
         """
         return self._run(self._held, x, *inputs)
 
     def tokens(
-        self, ids_B1: Tensor, cos_sin: CosSin, start: int, count: int, ends: Sequence[int],
+        self, ids_B1: Tensor, cos_sin: CosSin, mask: Tensor | None, start: int, count: int, ends: Sequence[int],
         states_mask: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """The likeliest tokens [B, steps] of up to `count` steps, each but the last one the input of the next step.
 
         A step that gives one of `ends` is the last one. None, with nothing done, if the program does not begin with a
         table and end with a head, or if a kernel does not support the arguments. Raises RuntimeError as `run` does: the
-        storages need room for `count` tokens.
+        storages need room for `count` tokens, and a mask [B, 1, 1, tokens] has columns for all of them.
         """
         turns = cos_sin.cos, cos_sin.sin, cos_sin.index
-        return self._tokens(self._held, ids_B1, *turns, start, count, ends, states_mask)
+        return self._tokens(self._held, ids_B1, *turns, mask, start, count, ends, states_mask)

@@ -60,11 +60,15 @@ class Array {
     one.numel_ = sizes_[axis] ? numel_ / sizes_[axis] : 0, one.sizes_[axis] = 1;
     return one;
   }
-  // The last `count` of an axis.
-  Array last(int64_t axis, int64_t count) const {
+  // The first `count` of an axis, and the last.
+  Array first(int64_t axis, int64_t count) const {
     Array some = *this;
-    some.data_ = static_cast<char*>(data_) + size_t((sizes_[axis] - count) * strides_[axis]) * element_size();
     some.numel_ = sizes_[axis] ? numel_ / sizes_[axis] * count : 0, some.sizes_[axis] = count;
+    return some;
+  }
+  Array last(int64_t axis, int64_t count) const {
+    Array some = first(axis, count);
+    some.data_ = static_cast<char*>(data_) + size_t((sizes_[axis] - count) * strides_[axis]) * element_size();
     return some;
   }
   bool is_contiguous() const {

@@ -128,11 +128,17 @@ void drop(int64_t held) { delete reinterpret_cast<Held*>(held); }
 // The turns of one token in a table [1 or B, tokens, D].
 Maybe turned(const Maybe& table, int64_t token) { return table ? Maybe(table->at(1, token)) : Maybe(); }
 
+// The part of a mask [B, 1, 1, tokens or more] for so many tokens.
+Maybe over(const Maybe& mask, int64_t tokens) {
+  const int64_t axis = mask ? mask->dim() - 1 : 0;
+  return mask && mask->size(axis) > tokens ? Maybe(mask->first(axis, tokens)) : mask;
+}
+
 Maybe array_of(const MaybeTensor& tensor) { return tensor ? Maybe(*tensor) : Maybe(); }
 Maybe written(const MaybeTensor& tensor) { return tensor ? Maybe(Array::written(*tensor)) : Maybe(); }
 
-// The result of a held program for x [B, T, C], or for token ids [B, T] if it begins with a table. cos and sin are the
-// tokens' own; or, if `turn` is not negative, [1 or B, tokens, D] with the step's only token at this index. None if a
+// The result of a held program for x [B, T, C], or for token ids [B, T] if it begins with a table. A program that holds
+// its storages takes a mask of more tokens than there are, too. cos and sin are the tokens' own; or, if `turn` is not negative, [1 or B, tokens, D] with the step's only token at this index. None if a
 // kernel does not support the arguments; a step then counts as not done.
 MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t turn, MaybeTensor mask,
                      MaybeTensor bias, MaybeTensor keys, MaybeTensor values, int64_t start, MaybeTensor value,
@@ -143,29 +149,30 @@ MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, i
   if (parsed->program.machine == Machine::encoder) return run_encoder(parsed->program, x, mask);
   Given given{array_of(cos), array_of(sin), array_of(mask), array_of(bias), written(keys), written(values),
               array_of(value), written(state_keys), written(state_values), array_of(states_mask), start, parsed->once};
+  if (parsed->program.whole) given.mask = over(given.mask, start + from.size(1));
   if (turn >= 0) given.cos = turned(given.cos, turn), given.sin = turned(given.sin, turn);
   return run_on_team(parsed->program, given, from);
 }
 
 // Up to `count` steps of a held program from a table to a head: the likeliest tokens [B, steps], of which each but the
-// last is the input of the next step. The step that gives one of `ends` is the last one. cos and sin [1 or B, tokens,
+// last is the input of the next step; the mask is for all of them. The step that gives one of `ends` is the last one. cos and sin [1 or B, tokens,
 // D] have the first step's token at index `turn`.
-MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start,
-                       int64_t count, std::vector<int64_t> ends, MaybeTensor states_mask) {
+MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, MaybeTensor mask,
+                       int64_t start, int64_t count, std::vector<int64_t> ends, MaybeTensor states_mask) {
   const Array first = ids;
   const auto parsed = reinterpret_cast<Held*>(held)->parsed_for(first);
   if (!parsed || first.size(1) != 1) return std::nullopt;
   const Program& program = parsed->program;
   if (!program.table() || !program.has_head()) return std::nullopt;
-  const Maybe cosines = array_of(cos), sines = array_of(sin), hides = array_of(states_mask);
+  const Maybe cosines = array_of(cos), sines = array_of(sin), hides = array_of(states_mask), all = array_of(mask);
   const int64_t rows = first.size(0), row_sizes[] = {rows, 1};
   std::vector<int64_t> chosen;  // [steps, rows]
   bool half_done = false;
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
-      const Given given{turned(cosines, turn + step), turned(sines, turn + step), {}, {}, {}, {}, {}, {}, {}, hides,
-                        start + step, parsed->once};
+      const Given given{turned(cosines, turn + step), turned(sines, turn + step), over(all, start + step + 1), {}, {}, {}, {},
+                        {}, {}, hides, start + step, parsed->once};
       StepMachine machine{given, x};
       if (!run(program, machine)) {
         half_done = machine.wrote_state;
@@ -197,8 +204,8 @@ INFUSE_OPERATORS(CPU,
      "Tensor(b!)? values, int start, Tensor? value, Tensor(c!)? state_keys, Tensor(d!)? state_values, "
      "Tensor? states_mask) -> Tensor?",
      TORCH_BOX(&run_held)},
-    {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends, "
-     "Tensor? states_mask) -> Tensor?", TORCH_BOX(&run_tokens)})
+    {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, Tensor? mask, int start, int count, "
+     "int[] ends, Tensor? states_mask) -> Tensor?", TORCH_BOX(&run_tokens)})
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"hold(str text, Tensor[] tensors, Tensor(a!)[] storages, float[] reals) -> int", TORCH_BOX(&hold)},
     {"drop(int held) -> ()", TORCH_BOX(&drop)},
