@@ -194,6 +194,7 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
         "mxfp4",
         "nf4:32",
         "q5_1",
+        "int4:32:offset",
     )
     for i, text in enumerate(texts):
         fitting = [sizes for sizes in _CASES if not any(quant_format(text).fits(inputs) for inputs in sizes[3:5])]

@@ -77,12 +77,13 @@ class IntegerFormat(GroupedFormat):
         size = f":groups={self.groups}" if self.groups is not None else f":{self.group_size or 'row'}"
         if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"]:
             size = ""  # plain "int8" is unambiguous; int4 always names its group, as its quality depends on it
-        options = (
-            "" if self.symmetric else ":asymmetric",
-            _OPTION[self.scale_dtype],
-            ":a8" if self.activation_bits == 8 else "",
-        )
+        options = (self.kind, _OPTION[self.scale_dtype], ":a8" if self.activation_bits == 8 else "")
         return f"{self.name}{size}{''.join(options)}"
+
+    @property
+    def kind(self) -> str:
+        """The option that tells how zero is stored, as in the format's text."""
+        return "" if self.symmetric else ":asymmetric"
 
     @property
     def largest_weight(self) -> float:

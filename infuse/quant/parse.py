@@ -18,13 +18,15 @@ from infuse.quant.integer import DEFAULT_GROUP as INTEGER
 from infuse.quant.integer import IntegerFormat
 from infuse.quant.microscaling import DEFAULT_GROUP as MICROSCALING
 from infuse.quant.microscaling import MicroscalingFormat
+from infuse.quant.offset import OffsetFormat
 from infuse.quant.tables import DEFAULT_GROUP as TABLES
 from infuse.quant.tables import TableFormat
 
 _POSSIBLE = (
     "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6, nf4, fp4 likewise; int8 and int4 also with "
     ":symmetric or :asymmetric behind, with :f16, which keeps scales in float16, and with :a8, which lets products of "
-    f"many tokens round activations to 8 bits; int8, int4 and fp8 with :f32; mxfp4; those of files: {', '.join(BLOCKS)}"
+    "many tokens round activations to 8 bits; int8, int4 and fp8 with :f32; int4 with :offset in the place of "
+    f":asymmetric; mxfp4; those of files: {', '.join(BLOCKS)}"
 )
 _GROUPED = {**INTEGER, **FLOATING, **MICROSCALING, **TABLES}
 _OWN = {*_GROUPED, *BLOCKS}
@@ -76,7 +78,8 @@ def _parsed(text: str) -> QuantFormat:
 def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
     activation_bits = 8 if _popped(options, "a8") else 16
     of_scales = _scale_dtype(options)
-    symmetric = not _popped(options, "asymmetric")
+    has_offset = _popped(options, "offset")
+    symmetric = not (has_offset or _popped(options, "asymmetric"))
     if symmetric:
         _popped(options, "symmetric")
     size = _GROUPED[name]
@@ -102,6 +105,9 @@ def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
         scales = {"scale_dtype": torch.float32}
     families = ((INTEGER, IntegerFormat), (FLOATING, FloatFormat), (MICROSCALING, MicroscalingFormat))
     family = next((family for names, family in families if name in names), TableFormat)
+    if has_offset and family is not IntegerFormat:
+        raise ConfigError(f"{name} has no :offset; possible: {name}, or int4 with :offset")
+    family = OffsetFormat if has_offset else family
     return family(name, bits, size, symmetric, groups, activation_bits=activation_bits, **scales)
 
 

@@ -17,7 +17,7 @@ from tests.support.round_trips import normal, relative_error, round_trip, weight
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
 FULL_RANGE = (*INTEGERS, "fp8:{}", "fp6:{}")
-KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16")
+KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16", "int4:{}:offset", "int4:{}:offset:f32")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
 

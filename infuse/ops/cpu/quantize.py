@@ -17,6 +17,7 @@ from infuse.quant.floating import GRIDS, FloatFormat, positions
 from infuse.quant.format import LARGEST_WEIGHT, QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE
 from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
+from infuse.quant.offset import OffsetFormat
 from infuse.quant.parse import quant_format
 
 COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous (transposed): 4 MiB in float32
@@ -25,7 +26,9 @@ COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous
 @quantize.implement("cpu", needs)
 def _quantize(weight: Tensor, format: str) -> list[Tensor]:
     chosen = quant_format(format)
-    if not isinstance(chosen, (IntegerFormat, FloatFormat)) or chosen.dtype_of_scales is not SCALE_DTYPE:
+    if not isinstance(chosen, (IntegerFormat, FloatFormat)) or isinstance(chosen, OffsetFormat):
+        return quantize.reference(weight, format)
+    if chosen.dtype_of_scales is not SCALE_DTYPE:
         return quantize.reference(weight, format)
     if weight.dim() != 2 or weight.dtype not in DTYPES or weight.device.type != "cpu":
         return quantize.reference(weight, format)

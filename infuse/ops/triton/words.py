@@ -100,8 +100,11 @@ def _declined(format: QuantFormat, inputs: int) -> str | None:
 
 
 def unpacked(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """data, scale and zero, as the kernels take them."""
-    return buffers[0], buffers[1], buffers[2] if len(buffers) > 2 else None
+    """data, scale and zero, as the kernels take them; float32 in the place of zero is an offset."""
+    data, scale, *rest = buffers
+    if not rest:
+        return data, scale, None
+    return data, scale, rest[0].view(torch.float32) if rest[0].dtype is torch.int32 else rest[0]
 
 
 WORDS = Layout(_in_words, _in_rows, _declined)

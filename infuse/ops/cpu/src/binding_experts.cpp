@@ -64,6 +64,7 @@ struct Tall {
     a.weight = beyond(a.weight, first * a.row_bytes);
     a.bias = beyond(a.bias, first * element_bytes(a.type));
     a.scale = beyond(a.scale, first * a.scale_bytes), a.zero = beyond(a.zero, first * a.groups);
+    a.offset = beyond(a.offset, first * a.groups);
     return a;
   }
 };

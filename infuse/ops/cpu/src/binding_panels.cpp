@@ -26,7 +26,10 @@ void take_panels(LinearArgs& a, const Array& data, const Array& scale, const May
   a.scaling = format.blocks ? Scaling::blocks : scaling_of(scale.scalar_type());
   a.blocks = format.blocks ? &format.layout : nullptr;
   a.scale_bytes = scale.size(1) * int64_t(scale.element_size());  // scale [panels, groups or bytes of a row, 16]
-  a.zero = zero ? static_cast<const int8_t*>(zero->const_data_ptr()) : nullptr;
+  const void* third = zero ? zero->const_data_ptr() : nullptr;
+  const bool offsets = zero && zero->scalar_type() == ScalarType::Int;  // float32, as their bits
+  a.zero = offsets ? nullptr : static_cast<const int8_t*>(third);
+  a.offset = offsets ? static_cast<const float*>(third) : nullptr;
   a.groups = format.blocks ? a.inputs / format.layout.group : scale.size(1);
 }
 
@@ -48,7 +51,8 @@ void few_rows(LinearArgs& a) {
   const PanelKernels& kernel = kernels().panels;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
   over_blocks(a, kOneThreadFew, a.groups, [&](int64_t begin, int64_t end) { kernel.arrange_groups(a, begin, end); });
-  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.scale_bytes + (a.zero ? a.groups : 0);
+  const int64_t of_thirds = a.zero ? a.groups : a.offset ? a.groups * int64_t(sizeof(float)) : 0;
+  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.scale_bytes + of_thirds;
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }
 

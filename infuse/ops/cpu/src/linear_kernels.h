@@ -13,7 +13,8 @@ namespace infuse {
 constexpr int64_t kMostIntegerInputs = 1 << 16;
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x. A quantized one is stored in panels
-// (panels.h), with w = scale * (code - zero * unit), or w = scale * code - shift where scales are in blocks.
+// (panels.h), with w = scale * (code - zero * unit) or w = scale * (code + 8) + offset; or w = scale * code - shift where
+// scales are in blocks.
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels
@@ -29,6 +30,7 @@ struct LinearArgs {
   const uint8_t* scale;
   int64_t scale_bytes;   // of a row
   const int8_t* zero;    // or null
+  const float* offset;   // or null; never with zero
   int64_t groups;
   const int64_t* index;  // the rows of the weight that `gather` reads
 

@@ -13,10 +13,10 @@ int64_t arranged_bytes(const LinearArgs& a) {
   return a.rows * P::words(a) * int64_t(sizeof(typename P::X));
 }
 
-inline bool has_shifts(const LinearArgs& a) { return a.zero || (a.blocks && a.blocks->shifts); }
+inline bool has_shifts(const LinearArgs& a) { return a.zero || a.offset || (a.blocks && a.blocks->shifts); }
 
-// The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points and shifts are multiplied with
-// them.
+// The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points, offsets and shifts are
+// multiplied with them.
 inline float* group_sums(const LinearArgs& a,
     int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
@@ -66,7 +66,11 @@ struct PanelRow {
     for (int64_t g = 0; g < a.groups; ++g) {
       const OfGroup group = group_of(a, scales, panel, g, lane, Coding<C>::zero_unit);
       const float scale = of(group.scale), zero = of(group.zero), shift = of(group.shift);
-      for (int64_t i = g * length; i < (g + 1) * length; ++i) run(i, (code(i) - zero) * scale - shift);
+      for (int64_t i = g * length; i < (g + 1) * length; ++i) {
+        float product = (code(i) - zero) * scale;
+        round_here(product);
+        run(i, product - shift);
+      }
     }
   }
 
@@ -98,7 +102,9 @@ void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
         const OfGroup group = group_of(a, scales, panel, u / in_group, lane, Coding<C>::zero_unit);
         alignas(64) float value[kUnit<C>][Vec::width];
         const Unit<C> d = load_unit<C>(p);
-        for (int j = 0; j < kUnit<C>; ++j) store(value[j], group.value(coding.values(d.words, j)), Vec::width);
+        for (int j = 0; j < kUnit<C>; ++j) {
+          store(value[j], group.value_of_reference(coding.values(d.words, j)), Vec::width);
+        }
         for (int r = 0; r < Vec::width && o + r < end; ++r) {
           T* to = static_cast<T*>(a.y) + (o + r) * a.inputs + u * kUnit<C>;
           for (int j = 0; j < kUnit<C>; ++j) narrow(value[j][r], to[j]);
@@ -212,6 +218,10 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
           for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
         } else if (zeros) {
           const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-Coding<C>::zero_unit);
+          for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
+        } else if (C == Code::int4 && a.offset) {
+          const Vec offset = load(a.offset + (panel * a.groups + g) * kPanelRows + lane, Vec::width);
+          const Vec shift = fma(scale, Vec(-kLeastCode), offset);
           for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
         }
       }

@@ -9,7 +9,7 @@
 //                                     upper two bits are at bits 12 and 14 of word 2
 //                      5 bits         the lower four in words 0 to 3 as codes of 4 bits; the highest of pair p at bit p
 //                                     of the halves of word 4
-//   scale, zero      → [panel][group][16 rows]; in blocks (formats.h): [panel][block][bytes of a field][16 rows]
+//   scale, zero, offset → [panel][group][16 rows]; in blocks (formats.h): [panel][block][bytes of a field][16 rows]
 //
 // Rows beyond the last one have scale 0. No sum crosses a register's lanes, and a thread reads one stream.
 #pragma once
@@ -109,10 +109,29 @@ struct Scales {
 #endif
 };
 
-// Of a group: w = scale * (code - zero), or w = scale * code - shift if scales are in blocks.
+// Keeps the compiler from computing on with more bits of a product.
+template <class V>
+[[gnu::always_inline]] inline void round_here(V& v) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  if constexpr (std::is_same_v<V, Vec>) {
+    asm("" : "+x"(v.v));
+  } else {
+    asm("" : "+x"(v));
+  }
+#endif
+}
+
+// Of a group: w = scale * (code - zero) - shift. Shifts are those of blocks, or offsets, whose codes begin with 0.
+constexpr float kLeastCode = -8;  // of int4, which alone has offsets
 struct OfGroup {
   Vec scale, zero, shift;
   Vec value(Vec code) const { return (code - zero) * scale - shift; }
+  // The same, rounded twice as the reference rounds: the compiler makes one instruction of the other.
+  Vec value_of_reference(Vec code) const {
+    Vec product = (code - zero) * scale;
+    round_here(product);
+    return product - shift;
+  }
 };
 
 // Sixteen bytes of e4m3, or as many as a register holds, as float.
@@ -159,6 +178,7 @@ inline OfGroup group_of(const LinearArgs& a, const Scales& scales, int64_t panel
     const int64_t at = (panel * a.groups + g) * kPanelRows + lane;
     group.scale = scales.load(at);
     if (a.zero) group.zero = load_zeros(a.zero + at) * Vec(unit);
+    if (a.offset) group.zero = Vec(kLeastCode), group.shift = Vec() - load(a.offset + at, Vec::width);
     return group;
   }
   const int in_block = a.blocks->groups();

@@ -8,13 +8,16 @@ import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
-from infuse.ops.triton.kernels.words import codes_in_word, dot, unit, value, zero_unit
+from infuse.ops.triton.kernels.words import codes_in_word, dot, offset, unit, value, zero_unit
 
 
 @triton.jit
-def weights(words, high, step, shift, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Code J of each word, dequantized and rounded to DTYPE. words, step and shift broadcast against each other."""
-    return ((value(words, high, J, FORMAT) * unit(FORMAT, False) - shift) * step).to(DTYPE)
+def weights(words, high, step, shift, added, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Code J of each word, dequantized and rounded to DTYPE. words, step, shift, added broadcast against each other."""
+    y = (value(words, high, J, FORMAT) * unit(FORMAT, False) - shift) * step
+    if added is not None:
+        y += added
+    return y.to(DTYPE)
 
 
 @triton.jit
@@ -111,14 +114,20 @@ def add_tile(
         group = row * groups + place // of_group
         step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
         shift = tl.zeros((1, 1, 1), tl.float32)
+        added = None
         if zero is not None:
-            shift = tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
+            third = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
+            if zero.dtype.element_ty == tl.float32:  # an offset, of codes from 0 on
+                shift -= offset(FORMAT)
+                added = third
+            else:
+                shift = third * zero_unit(FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
             x_tile = rows_of_tile(
                 x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM, DTYPE
             )
-            tile_of_weight = weights(words, high, step, shift, j, FORMAT, DTYPE).reshape(output.shape[0], DEPTH)
+            tile_of_weight = weights(words, high, step, shift, added, j, FORMAT, DTYPE).reshape(output.shape[0], DEPTH)
             total = dot(tile_of_weight, x_tile, total)
     return total
 
@@ -190,8 +199,14 @@ def dequantize_rows(
     group = source * groups + segment // of_group
     step = tl.load(scale + group, mask=there, other=float("nan")).to(tl.float32)
     shift = 0.0
+    added = None
     if zero is not None:
-        shift = tl.load(zero + group, mask=there, other=0).to(tl.float32) * zero_unit(FORMAT)
+        third = tl.load(zero + group, mask=there, other=0).to(tl.float32)
+        if zero.dtype.element_ty == tl.float32:  # an offset, of codes from 0 on
+            shift -= offset(FORMAT)
+            added = third
+        else:
+            shift = third * zero_unit(FORMAT)
     for j in tl.static_range(CODES):
-        y = weights(words, high, step, shift, j, FORMAT, out.dtype.element_ty)
+        y = weights(words, high, step, shift, added, j, FORMAT, out.dtype.element_ty)
         tl.store(out + place * inputs + segment * SEGMENT + j * WORDS + word, y, mask=known)

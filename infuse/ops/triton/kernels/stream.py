@@ -142,8 +142,14 @@ def tile_of_row(
     part = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
     x_sum = tl.zeros((1, SEGMENTS, WORDS), tl.float32)
     shift = offset(FORMAT) if TINY else 0.0
+    added = None
     if zero is not None:
-        shift += tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
+        third = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
+        if zero.dtype.element_ty == tl.float32:  # an offset, of codes from 0 on
+            shift -= offset(FORMAT)
+            added = third
+        else:
+            shift += third * zero_unit(FORMAT)
     for j in tl.static_range(CODES):
         k = segment * SEGMENT + j * WORDS + word
         x_j = tl.load(x + k, mask=segment < segments, other=0.0).to(tl.float32)
@@ -157,7 +163,12 @@ def tile_of_row(
             part += value(words, high, j, FORMAT) * x_j
         else:
             part += (value(words, high, j, FORMAT) - shift) * x_j
+            if added is not None:
+                x_sum += x_j
     part *= unit(FORMAT, TINY)
-    if TINY and (zero is not None or offset(FORMAT) > 0):
+    if TINY and added is None and (zero is not None or offset(FORMAT) > 0):
         part -= shift * x_sum
-    return part * step
+    part *= step
+    if added is not None:
+        part += added * x_sum
+    return part
