@@ -14,6 +14,7 @@ import torch
 
 from infuse.errors import CheckpointError
 from infuse.weights.coded import decoded
+from infuse.weights.coded.quanto import Grouped
 from infuse.weights.gguf.config import config_notes
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.names import named_tensors
@@ -93,7 +94,9 @@ class Whole:
         return True
 
     def joined(self, wanted: Shape, packed: Packed | None) -> LazyTensor | None:
-        """The tensor if it has the shape `wanted`; else None."""
+        """The tensor if it has the shape `wanted`, or groups that make it up; else None."""
+        if isinstance(self.first, Grouped):
+            return self.first.in_shape(wanted)
         return self.first if self.first.shape == wanted else None
 
 

@@ -27,6 +27,7 @@ from infuse.weights.coded.modules import (
     file_tensors,
     is_rounded,
 )
+from infuse.weights.coded.quanto import Grouped
 from infuse.weights.coded.settings import find_settings
 from infuse.weights.lazy import FileTensor, InMemory, LazyTensor, Transposed
 from infuse.weights.model_tensors import ModelTensors
@@ -114,7 +115,15 @@ def codes_in(model: nn.Module) -> CodesInModel | str | None:
         found = decoded_as("the model in memory", {name: FileTensor(file, name) for name in raw}, settings)
     except (UnreadableCodes, CheckpointError) as error:
         return str(error)
-    if lost := [path for path in coded if f"{path}.weight" not in found.tensors]:
+    tensors = dict(found.tensors)
+    for path, (_, module) in coded.items():
+        matrix = tensors.get(f"{path}.weight")
+        if isinstance(matrix, Grouped):
+            shaped = matrix.in_shape((module.out_features, module.in_features))
+            if shaped is None:
+                return f"{path} has {matrix.shape} codes for {(module.out_features, module.in_features)}"
+            tensors[f"{path}.weight"] = shaped
+    if lost := [path for path in coded if f"{path}.weight" not in tensors]:
         return f"{lost[0]} has no weights in codes"
     title = " and ".join(dict.fromkeys(library for library, _ in coded.values()))
     notes = [
@@ -126,7 +135,7 @@ def codes_in(model: nn.Module) -> CodesInModel | str | None:
         notes.append(f"bitsandbytes: an earlier forward has rounded the scales of {rounded} matrices to bfloat16")
     beside = [one for name, one in raw.items() if not name.endswith((".weight", ".weight_packed"))]
     sizes = [torch.Size(one.shape).numel() * one.dtype.itemsize for one in beside if title == BITSANDBYTES]
-    return CodesInModel(title, found.tensors, tuple(coded), (*notes, *found.notes), sum(sizes))
+    return CodesInModel(title, tensors, tuple(coded), (*notes, *found.notes), sum(sizes))
 
 
 def _plain_linear(module: Any) -> nn.Module:

@@ -243,6 +243,44 @@ def bitsandbytes_int8(weight: Tensor) -> Packed:
     return made, codes.float() * (largest[:, None] / 127)
 
 
+_WITHOUT_ACTIVATIONS = {"input_scale": torch.ones(()), "output_scale": torch.ones(())}
+
+
+def quanto(weight: Tensor, *, codes: torch.dtype = torch.int8, dtype: torch.dtype = torch.float32) -> Packed:
+    """8 bits, a scale for each row."""
+    most = 127 if codes == torch.int8 else torch.finfo(codes).max
+    scale = (weight.abs().amax(dim=1, keepdim=True) / most).to(dtype)
+    steps = (weight / scale.float()).clamp(-most, most)
+    data = (steps if codes.is_floating_point else steps.round()).to(codes)
+    return {"weight._data": data, "weight._scale": scale, **_WITHOUT_ACTIVATIONS}, data.float() * scale.float()
+
+
+def quanto_groups(
+    weight: Tensor, *, bits: int = 4, size: int = 32, dtype: torch.dtype = torch.bfloat16, zeros: bool = False
+) -> Packed:
+    """4 or 2 bits in groups, with a shift for each: a real number, or an integer of codes (`zeros`)."""
+    groups = weight.reshape(-1, size)
+    low, high = torch.aminmax(groups, dim=1, keepdim=True)
+    scale, shift = ((high - low) / (2**bits - 1)).to(dtype), (-low).to(dtype)
+    if zeros:
+        shift = (shift.float() / scale.float()).round().clamp(0, 2**bits - 1).to(torch.uint8)
+        codes = (groups / scale.float()).round() + shift
+    else:
+        codes = (groups + shift.float()) / scale.float()
+    codes = codes.round().clamp(0, 2**bits - 1)
+    if zeros:
+        values = scale.float() * (codes - shift.float())
+    else:
+        values = scale.float() * codes - shift.float()
+    rows = -(-len(codes) * bits // 8)  # of bytes: those of the first groups have the lowest bits
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, rows * 8 // bits - len(codes))).to(torch.uint8)
+    data = torch.zeros(rows, size, dtype=torch.uint8)
+    for place, part in enumerate(padded.split(rows)):
+        data |= part << bits * place
+    made = {"weight._data._data": data, "weight._scale": scale, "weight._shift": shift, **_WITHOUT_ACTIVATIONS}
+    return made, values.reshape(weight.shape)
+
+
 @dataclass(frozen=True)
 class Case:
     """A form: its packer, the config's quantization, and the format of a matrix of 128 or more inputs."""
@@ -282,6 +320,7 @@ def _float(bits: int = 8, strategy: str = "channel", **more: Any) -> dict[str, A
 _DYNAMIC = dict(num_bits=8, type="int", strategy="token", symmetric=True, dynamic=True)
 _FP8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+_QUANTO = dict(quant_method="quanto")
 _AUTO = dict(quant_method="auto-round", bits=4, group_size=32, sym=True)
 
 CASES = [
@@ -341,6 +380,14 @@ CASES = [
     Case("nf4-doubly", partial(bitsandbytes, doubly=True), _BNB, "nf4:64"),
     Case("fp4", partial(bitsandbytes, kind="fp4", block=128), dict(_BNB, bnb_4bit_quant_type="fp4"), "fp4:128"),
     Case("bitsandbytes-int8", bitsandbytes_int8, dict(quant_method="bitsandbytes", load_in_8bit=True), "int8:row:f32"),
+    Case("quanto-qint8", quanto, _QUANTO, "int8:row:f32"),
+    Case("quanto-qint8-f16", partial(quanto, dtype=torch.float16), _QUANTO, "int8:row:f16"),
+    Case("quanto-qfloat8", partial(quanto, codes=torch.float8_e4m3fn, dtype=torch.bfloat16), _QUANTO, "fp8:row"),
+    Case("quanto-qint4", quanto_groups, _QUANTO, "int4:32:offset"),
+    Case("quanto-qint4-f32", partial(quanto_groups, dtype=torch.float32), _QUANTO, "int4:32:offset:f32"),
+    Case("quanto-qint4-zeros", partial(quanto_groups, dtype=torch.float16, zeros=True), _QUANTO,
+         "int4:32:asymmetric:f16"),
+    Case("quanto-qint2", partial(quanto_groups, bits=2, dtype=torch.float16), _QUANTO, "int4:32:offset:f16"),
     Case("modelopt-nvfp4", nvfp4, dict(quant_method="modelopt", quant_algo="NVFP4"), "nvfp4"),
     Case("modelopt-fp8", partial(fp8_scaled, per="number"), dict(quant_method="modelopt", quant_algo="FP8"),
          "fp8:row:f32"),

@@ -22,11 +22,12 @@ from infuse.weights.coded.form import Form, Found, Raw
 from infuse.weights.coded.fp8 import fp8
 from infuse.weights.coded.gptq import gptq
 from infuse.weights.coded.modelopt import modelopt
+from infuse.weights.coded.quanto import quanto
 from infuse.weights.coded.settings import METHODS, Settings, find_settings
 from infuse.weights.coded.torchao import torchao
 from infuse.weights.lazy import FileTensor, LazyTensor
 
-FORMS: tuple[Form, ...] = (gptq, awq, compressed, fp8, modelopt, bitsandbytes, torchao)
+FORMS: tuple[Form, ...] = (gptq, awq, compressed, fp8, modelopt, bitsandbytes, torchao, quanto)
 
 _FOREIGN = ("mxfp4",)  # a foreign layout, and no form of ours
 _READ = (*METHODS, *_FOREIGN)

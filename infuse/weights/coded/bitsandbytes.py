@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from infuse.quant.tables import TABLES
-from infuse.weights.coded.buffers import Tiled, mapped, scale_buffer
+from infuse.weights.coded.buffers import BITS, InRows, Tiled, mapped, scale_buffer
 from infuse.weights.coded.form import Found, Members, Raw, ceil_div
 from infuse.weights.coded.settings import Size
 from infuse.weights.coded.values import Values, of_int8, regular_groups
@@ -88,26 +88,6 @@ class _Largest:
         of_blocks = scales.read((slice(first, ceil_div(stop, self.block)),))
         blocks = torch.arange(start, stop) // self.block - first
         return table[read.long()] * of_blocks[blocks] + torch.tensor(self.offset)
-
-
-@dataclass(frozen=True)
-class _Grouped:
-    """A vector as a matrix [rows, width]."""
-
-    source: LazyTensor
-    shape: Shape
-
-    coded = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    def read(self, part: Slices = ()) -> Tensor:
-        rows, columns = of_all_axes(part, 2)
-        start, stop, _ = rows.indices(self.shape[0])
-        width = self.shape[1]
-        return self.source.read((slice(start * width, stop * width),)).reshape(-1, width)[:, columns]
 
 
 @dataclass(frozen=True)
@@ -182,7 +162,7 @@ def _add_table(found: Found, raw: Raw, name: str) -> None:
         found.tensors[name] = flat
         return
     data = mapped(_Flat(weight, (out, inputs // 2)), torch.uint8, lambda read: read >> 4 | read << 4)
-    bits = mapped(_Grouped(largest, (out, inputs // size)), torch.int32, lambda read: read.view(torch.int32))
+    bits = mapped(InRows(largest, (out, inputs // size)), BITS, lambda read: read.view(BITS))
     found.add(name, state.shape, f"{kind}:{size}", {"data": data, "scale": bits}, lambda: flat)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from infuse.weights.lazy import FileTensor, LazyTensor, Rearranged, Shape, Slice
 WINDOW = 4096  # columns of a file that are read at once to make rows: runs of 16 KiB, for words
 _UNPACKED = 1 << 20  # codes of odd widths that are unpacked at once, by way of 4 or 8 bytes each
 NIBBLES = (-8, 7)  # codes, and zeros in steps, of int4
-_BITS = torch.int32  # float32 scales are kept as their bits
+BITS = torch.int32  # float32 scales and offsets are kept as their bits
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ class Rows:
         first = start // self.each
         read = self.decode(self.source.read((rows, slice(first, -(-stop // self.each)))))
         return read[:, start - first * self.each : stop - first * self.each]
+
+
+@dataclass(frozen=True)
+class InRows(Rearranged):
+    """The numbers of `source`, which lie row by row, as a matrix [rows, width]: each row has whole rows of `source`."""
+
+    matrix: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.matrix
+
+    def read(self, part: Slices = ()) -> Tensor:
+        rows, columns = of_all_axes(part, 2)
+        start, stop, _ = rows.indices(self.shape[0])
+        each = self.shape[1] // math.prod(self.source.shape[1:])
+        return self.source.read((slice(start * each, stop * each),)).reshape(-1, self.shape[1])[:, columns]
 
 
 @dataclass(frozen=True)
@@ -172,7 +190,7 @@ def scale_buffer(scale: LazyTensor, *, has_float16: bool) -> tuple[str, LazyTens
         return "", scale
     if scale.dtype is torch.float16 and has_float16:
         return ":f16", scale
-    return ":f32", mapped(scale, _BITS, lambda read: read.float().view(_BITS))
+    return ":f32", mapped(scale, BITS, lambda read: read.float().view(BITS))
 
 
 def powers_of_two(exponents: LazyTensor, of: FileTensor) -> Rows:

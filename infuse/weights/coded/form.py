@@ -144,7 +144,7 @@ class Members:
         name = f"{self.path}.{leaf}"
         tensor = self._raw.tensors.get(name)
         if tensor is None:
-            self.fault(leaf, "is missing", like=self._any())
+            self.fault(leaf, "is missing", like=self.any())
             return None
         self._found.used.add(name)
         fits = any(_fits(tensor.shape, shape) for shape in shapes) if shapes else math.prod(tensor.shape) > 0
@@ -162,7 +162,8 @@ class Members:
         self._found.faults.append(f"{at}{self.path}.{leaf} {what}")
         self._found.used |= {f"{self.path}.{one}" for one in self._raw.by_path.get(self.path, ())}
 
-    def _any(self) -> FileTensor | None:
+    def any(self) -> FileTensor | None:
+        """One of the tensors, which tells the file; None if there is none."""
         leaves = self._raw.by_path.get(self.path)
         return None if leaves is None else self._raw.tensors[f"{self.path}.{leaves[0]}"]
 

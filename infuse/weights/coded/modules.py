@@ -1,7 +1,7 @@
 """Tensors of modules that hold their weights in codes, under the names and in the layouts of files.
 
-Modules are those of bitsandbytes and of compressed-tensors, and linears with weights of torchao's classes; they are
-known by names, and none of these libraries is imported.
+Modules are those of bitsandbytes, compressed-tensors and quanto, and linears with weights of torchao's classes; they
+are known by names, and none of these libraries is imported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from infuse.architectures.plain import patched
 from infuse.weights.coded.form import ceil_div
+from infuse.weights.coded.tinygemm import PackedForCPU, TilePacked
 from infuse.weights.lazy import InMemory, LazyTensor, Shape, Slices, Stored
 
-BITSANDBYTES, COMPRESSED, TORCHAO = "bitsandbytes", "compressed-tensors", "torchao"
+BITSANDBYTES, COMPRESSED, TORCHAO, QUANTO = "bitsandbytes", "compressed-tensors", "torchao", "quanto"
 _FOUR, _EIGHT = ("Linear4bit", "LinearNF4", "LinearFP4"), ("Linear8bitLt",)
-_PACKAGE = "compressed_tensors"
+_PACKAGE, _OF_QUANTO = "compressed_tensors", "optimum.quanto."
 _BAND, _PAIRS = 32, 32  # bitsandbytes packs bands of 32 rows for its kernel, in pieces of 32 bytes of two codes each
+_KINDS_OF_QUANTO = ("WeightQBytesTensor", "WeightQBitsTensor")  # others are packed for one kernel
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
@@ -72,12 +74,17 @@ class Unpacked:
         return joined[start - first * width : stop - first * width, None]
 
 
+_Leaves = dict[str, Tensor | Unpacked | TilePacked | PackedForCPU]
+
+
 def coded_by(module: nn.Module) -> str | None:
     """The library, of those whose modules are read, that holds this module's weights in codes; None for any other."""
     if type(module).__module__.partition(".")[0] == BITSANDBYTES and type(module).__name__ in (*_FOUR, *_EIGHT):
         return BITSANDBYTES
     if type(vars(module).get("quantization_scheme")).__module__.partition(".")[0] == _PACKAGE:
         return COMPRESSED
+    if type(module).__module__.startswith(_OF_QUANTO) and type(module).__name__ == "QLinear":
+        return QUANTO
     return TORCHAO if type(module._parameters.get("weight")).__module__.partition(".")[0] == TORCHAO else None
 
 
@@ -93,9 +100,11 @@ def file_tensors(path: str, module: nn.Module) -> dict[str, LazyTensor]:
         raise UnreadableCodes(f"{path} has a forward set on the instance")
     elif library == TORCHAO:
         leaves = _of_torchao(path, module)
+    elif library == QUANTO:
+        leaves = _of_quanto(path, module)
     else:
         leaves = _of_four_bits(path, module) if type(module).__name__ in _FOUR else _of_eight_bits(path, module)
-    return {f"{path}.{leaf}": one if isinstance(one, Unpacked) else InMemory(one) for leaf, one in leaves.items()}
+    return {f"{path}.{leaf}": InMemory(one) if isinstance(one, Tensor) else one for leaf, one in leaves.items()}
 
 
 def file_metadata(path: str, module: nn.Module) -> dict[str, str]:
@@ -119,13 +128,13 @@ def _state_of(module: Any) -> Any:
     return getattr(module, "quant_state", None) if state is None else state
 
 
-def _of_four_bits(path: str, module: Any) -> dict[str, Tensor | Unpacked]:
+def _of_four_bits(path: str, module: Any) -> _Leaves:
     """Of a Linear4bit. Its own state dict would quantize scales again that its first forward has dequantized."""
     state, weight = _state_of(module), _plain(module.weight)
     if state is None or state.shape is None or weight.is_floating_point():
         raise UnreadableCodes(f"{path} has no codes yet: move the model to its device first")
     told = {"quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape)}
-    leaves: dict[str, Tensor | Unpacked] = {"weight": weight, "weight.quant_map": _plain(state.code)}
+    leaves: _Leaves = {"weight": weight, "weight.quant_map": _plain(state.code)}
     absmax = _plain(state.absmax)
     if is_rounded(module):
         out, inputs = state.shape
@@ -142,7 +151,7 @@ def _of_four_bits(path: str, module: Any) -> dict[str, Tensor | Unpacked]:
     return leaves
 
 
-def _of_eight_bits(path: str, module: Any) -> dict[str, Tensor | Unpacked]:
+def _of_eight_bits(path: str, module: Any) -> _Leaves:
     """Of a Linear8bitLt, whose scales move from the weight to the module's state in the first forward."""
     state = getattr(module, "state", None)
     scale = getattr(module.weight, "SCB", None)
@@ -153,7 +162,7 @@ def _of_eight_bits(path: str, module: Any) -> dict[str, Tensor | Unpacked]:
     return {"weight": weight, "SCB": _plain(scale)}
 
 
-def _of_compressed(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]:
+def _of_compressed(path: str, module: nn.Module) -> _Leaves:
     """Of a linear of compressed-tensors before the first forward of the model, which makes plain values of codes."""
     if type(module) is not nn.Linear:
         raise UnreadableCodes(f"compressed-tensors quantizes {path} ({type(module).__name__}), not linears alone")
@@ -172,7 +181,7 @@ def _of_compressed(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]
     return dict(tensors)
 
 
-def _of_torchao(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]:
+def _of_torchao(path: str, module: nn.Module) -> _Leaves:
     """Of a linear whose weight is of a class of torchao: its parts."""
     weight: Any = module.weight
     parts = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
@@ -180,6 +189,36 @@ def _of_torchao(path: str, module: nn.Module) -> dict[str, Tensor | Unpacked]:
         kind = f"{type(weight).__name__} of torchao in a {type(module).__name__}"
         raise UnreadableCodes(f"{path} holds a {kind}, which is not read")
     return {f"_weight_{part}": getattr(weight, part) for part in parts}
+
+
+def _of_quanto(path: str, module: Any) -> _Leaves:
+    """Of a QLinear of quanto whose weight is frozen: the parts of its weight."""
+    if (rounds := getattr(module, "activation_qtype", None)) is not None:
+        what = f"rounds activations to {getattr(rounds, 'name', rounds)} with one scale for all"
+        raise UnreadableCodes(f"{path} {what}, which is not supported: quantize the weights alone")
+    weight = module.weight
+    if not hasattr(weight, "__tensor_flatten__"):
+        raise UnreadableCodes(f"{path} has plain weights that each forward quantizes: call quanto's freeze first")
+    (out, inputs), parts = weight.shape, weight.__tensor_flatten__()[0]
+    if parts == ["_data", "_scale_shift"]:
+        return _of_tinygemm(path, weight._data._data, weight._scale_shift, (out, inputs))
+    kind = type(weight).__name__
+    if kind not in _KINDS_OF_QUANTO or getattr(weight, "axis", 0) not in (0, None):
+        raise UnreadableCodes(f"{path} holds a {kind} of quanto, which is not read")
+    data = weight._data
+    leaves = {"weight._data": data} if type(data) is Tensor else {"weight._data._data": data._data}
+    return {**leaves, **{f"weight.{part}": getattr(weight, part) for part in parts if part != "_data"}}
+
+
+def _of_tinygemm(path: str, data: Tensor, both: Tensor, shape: tuple[int, int]) -> _Leaves:
+    """Of codes that are packed for PyTorch's own product: weight = scale * (code - 8) + zero, of `both` [G, out, 2]."""
+    packed = InMemory(data)
+    codes = TilePacked(packed, shape) if data.dim() == 4 else PackedForCPU(packed, shape)
+    scale, zero = (part.t().reshape(-1, 1).contiguous() for part in both.unbind(-1))
+    shift = scale.float() * 8 - zero.float()
+    if not torch.equal(shift.double(), scale.double() * 8 - zero.double()):
+        raise UnreadableCodes(f"{path} has zeros that are too small beside its scales")
+    return {"weight._data": codes, "weight._scale": scale, "weight._shift": shift}
 
 
 def _plain(tensor: Tensor) -> Tensor:

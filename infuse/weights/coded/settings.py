@@ -20,6 +20,7 @@ _KEYS = ("quantization_config", "compression_config")  # older files of compress
 # Files of older folders: name → the method that their values belong to if they name none.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": "auto-round"}
 _MODELOPT = "hf_quant_config.json"
+_QUANTO = "quanto_qmap.json"
 # quant_method, in lower case with dashes → the form that reads its files. AutoRound's files name their packing besides.
 _FORMS = {
     "gptq": "gptq",
@@ -31,6 +32,7 @@ _FORMS = {
     "modelopt-fp4": "modelopt",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
+    "quanto": "quanto",
 }
 _AUTO_ROUND = "auto-round"
 _PACKINGS = {"auto-awq": "awq", "awq": "awq", "llm-compressor": "compressed-tensors"}  # others are GPTQ's
@@ -94,6 +96,8 @@ def _in_folder(folder: Path) -> Settings | None:
     for name, method in _OWN_FILES.items():
         if (folder / name).is_file():
             return _settings(str(folder / name), read_json(folder / name), method)
+    if (folder / _QUANTO).is_file():
+        return _settings(str(folder / _QUANTO), {"modules": read_json(folder / _QUANTO)}, "quanto")
     if (folder / _MODELOPT).is_file():
         content = read_json(folder / _MODELOPT)
         values = content.get("quantization") if isinstance(content, dict) else None

@@ -15,7 +15,7 @@ from infuse.weights.lazy import LazyTensor, Shape, Slices, of_all_axes
 
 @dataclass(frozen=True)
 class Values:
-    """scale[g] * (code - zero[g]) [out, in] in float32, where g = groups[i] is the group of input i.
+    """scale[g] * (code - zero[g]) + offset[g], [out, in], in float32, where g = groups[i] is the group of input i.
 
     `codes` turns rows of `data` into numbers. Groups may have any inputs, and the last one fewer.
     """
@@ -26,6 +26,7 @@ class Values:
     scale: LazyTensor
     groups: Tensor
     zero: LazyTensor | None = None
+    offset: LazyTensor | None = None
 
     dtype, coded = torch.float32, None
 
@@ -35,7 +36,8 @@ class Values:
         values = self.codes(self.data.read((rows,)))[:, : self.shape[1]][:, columns].float()
         if self.zero is not None:
             values = values - self.zero.read((rows,)).float()[:, groups]
-        return values * self.scale.read((rows,)).float()[:, groups]
+        values = values * self.scale.read((rows,)).float()[:, groups]
+        return values if self.offset is None else values + self.offset.read((rows,))[:, groups]
 
 
 def regular_groups(inputs: int, size: int) -> Tensor:
