@@ -52,7 +52,8 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_bits_of_quantized_forms_are_those_of_the_formats() -> None:
     rows = re.findall(r"^\|[^|]*\| [^|]+ \| ([^|]+) \| ([\d., ]+) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
     texts = [text.strip("`") for text, *_ in rows]
-    assert len(texts) == 26 and texts.count("as 4 bits") == 1
+    alike = {"as 4 bits": "int4:128:f16", "as qint4": "int4:128:offset"}
+    assert len(texts) == 32 and all(texts.count(text) == 1 for text in alike)
     for text, (_, _, bits) in zip(texts, rows, strict=True):
-        format = quant_format("int4:128:f16" if text == "as 4 bits" else text)
+        format = quant_format(alike.get(text, text))
         assert float(bits) == pytest.approx(format.nbytes(4096, 4096) * 8 / 4096**2, abs=0.006), text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from infuse.architectures.plain import patched
 from infuse.weights.coded.form import ceil_div
-from infuse.weights.coded.tinygemm import PackedForCPU, TilePacked
+from infuse.weights.coded.tinygemm import PackedForCPU, TilePacked, offsets
 from infuse.weights.lazy import InMemory, LazyTensor, Shape, Slices, Stored
 
 BITSANDBYTES, COMPRESSED, TORCHAO, QUANTO = "bitsandbytes", "compressed-tensors", "torchao", "quanto"
@@ -114,7 +114,7 @@ def file_metadata(path: str, module: nn.Module) -> dict[str, str]:
     weight: Any = module.weight
     told = {name: getattr(weight, name, None) for name in ("block_size", "target_dtype", "activation_quantization")}
     rounds: dict[str, Any] | None = None if getattr(weight, "act_quant_kwargs", None) is None else {}
-    data = {**told, "target_dtype": str(told["target_dtype"]), "act_quant_kwargs": rounds}
+    data = {**told, "shape": list(weight.shape), "target_dtype": str(told["target_dtype"]), "act_quant_kwargs": rounds}
     return {f"{path}.weight": json.dumps({"_type": type(weight).__name__, "_data": data}, default=str)}
 
 
@@ -215,10 +215,9 @@ def _of_tinygemm(path: str, data: Tensor, both: Tensor, shape: tuple[int, int]) 
     packed = InMemory(data)
     codes = TilePacked(packed, shape) if data.dim() == 4 else PackedForCPU(packed, shape)
     scale, zero = (part.t().reshape(-1, 1).contiguous() for part in both.unbind(-1))
-    shift = scale.float() * 8 - zero.float()
-    if not torch.equal(shift.double(), scale.double() * 8 - zero.double()):
+    if (offset := offsets(scale, zero)) is None:
         raise UnreadableCodes(f"{path} has zeros that are too small beside its scales")
-    return {"weight._data": codes, "weight._scale": scale, "weight._shift": shift}
+    return {"weight._data": codes, "weight._scale": scale, "weight._shift": -offset}
 
 
 def _plain(tensor: Tensor) -> Tensor:

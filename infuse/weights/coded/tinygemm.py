@@ -42,7 +42,9 @@ class TilePacked:
         codes = words.reshape(tiles, outer, _TILE, 4, inner, 1) >> torch.arange(0, 32, 4, device=words.device) & 15
         # tile, outer, output, i, inner, (odd, half, eights) → tile, output, outer, inner, half, eights, i, odd
         codes = codes.to(torch.uint8).unflatten(-1, (2, 2, 2)).permute(0, 2, 1, 4, 6, 7, 3, 5)
-        matrix = codes.reshape(tiles * _TILE, -1)[start - first * _TILE : stop - first * _TILE, : self.shape[1]]
+        matrix = codes.reshape(tiles * _TILE, outer * inner * 2 * _STEP)[
+            start - first * _TILE : stop - first * _TILE, : self.shape[1]
+        ]
         return matrix[:, columns]
 
 
@@ -68,6 +70,18 @@ class PackedForCPU:
                 pieces.append(codes.index_select(1, _places(count, inputs)).reshape(-1, inputs))
         codes = torch.cat(pieces) if pieces else torch.empty(0, inputs, dtype=torch.uint8)
         return codes[start - first : stop - first, columns]
+
+
+def offsets(scale: Tensor, zero: Tensor) -> Tensor | None:
+    """zero - 8 * scale in float32, for scale * (code - 8) + zero as scale * code + offset; None if values would differ.
+
+    They would if the difference was rounded, or products with codes: those of 16 bits are exact.
+    """
+    less = scale.float() * -8
+    offset = zero.float() + less
+    added = offset - zero  # the rounding error of a sum is a float (Knuth's TwoSum)
+    is_exact = bool(((zero - (offset - added)) + (less - added) == 0).all())
+    return offset if is_exact and scale.dtype.itemsize == 2 else None
 
 
 @lru_cache(_MOST_SHAPES)

@@ -1,9 +1,11 @@
-"""torchao's tensors, of files of safetensors or of a live model: int8, fp8, and integers of few bits that take a byte.
+"""torchao's tensors, of files of safetensors or of a live model: int8, fp8, packed int4, and integers that take a byte.
 
 The file's metadata has an entry for each tensor `PATH.weight`, JSON with its class, block sizes and parts. Parts are
 called `PATH._weight_qdata`, `PATH._weight_scale` and `PATH._weight_zero_point`.
 
     weight = scale * (qdata - zero_point)
+
+Those of int4 are in int4_tensors.py.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from infuse.errors import CheckpointError
 from infuse.quant.integer import pack_int4
 from infuse.weights.coded.buffers import NIBBLES, Rows, mapped, scale_buffer, without_nan
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, is_single
+from infuse.weights.coded.int4_tensors import PARTS as INT4_PARTS
+from infuse.weights.coded.int4_tensors import Windows, add_int4
 from infuse.weights.coded.modules import Memory
 from infuse.weights.coded.scaled import group_text, spread
+from infuse.weights.coded.settings import MOST
 from infuse.weights.coded.values import Values, of_fp8, of_int4, of_int8, regular_groups
-from infuse.weights.lazy import FileTensor, LazyTensor
+from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 from infuse.weights.safetensors_file import SafetensorsFile
 
 _INT8, _FP8, _INTX = "Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"
-_PLAIN = "torch.Tensor"
+_KINDS = (_INT8, _FP8, _INTX, *INT4_PARTS)
 _PARTS = ("qdata", "scale", "zero_point")
+_NAME = re.compile(r"_(\w+?)_(qdata|scale_and_zero|scale|zero_point)")
 _TOLD = (SafetensorsFile, Memory)  # files with metadata
 
 
@@ -37,6 +43,7 @@ class _Data(BaseModel):
     """The attributes of a tensor of torchao."""
 
     block_size: list[int]
+    shape: list[int] | None = None
     target_dtype: Any = None
     act_quant_kwargs: Any = None
     activation_quantization: str | None = None
@@ -60,9 +67,10 @@ def torchao(raw: Raw) -> Found:
     """Take the tensors that the metadata of safetensors files gives a class of torchao."""
     found = Found("torchao")
     paths: dict[str, FileTensor] = {}
+    windows = Windows.new()
     for name, tensor in raw.tensors.items():
         path, _, leaf = name.rpartition(".")
-        matched = re.fullmatch(rf"_(\w+?)_({'|'.join(_PARTS)})", leaf)
+        matched = _NAME.fullmatch(leaf)
         if matched and isinstance(tensor.file, _TOLD) and f"{path}.{matched[1]}" in tensor.file.metadata:
             paths.setdefault(f"{path}.{matched[1]}", tensor)
         elif matched and matched[2] == "qdata" and raw.form == "torchao":
@@ -71,30 +79,53 @@ def torchao(raw: Raw) -> Found:
                 f"{tensor.file.path}: {name} has no entry in the file's metadata, which tells its class"
             )
     for name, part in paths.items():
-        _add(found, raw, name, part)
+        _add(found, raw, name, part, windows)
     return found
 
 
-def _add(found: Found, raw: Raw, name: str, part: FileTensor) -> None:
+def _add(found: Found, raw: Raw, name: str, part: FileTensor, windows: Windows) -> None:
     assert isinstance(part.file, _TOLD)
     path, _, leaf = name.rpartition(".")
     members = Members(raw, path, found)
     try:
         entry = _Entry.model_validate(json.loads(part.file.metadata[name]))
-        data = _Data.model_validate(entry.data) if entry.kind in (_INT8, _FP8, _INTX) else None
+        data = _Data.model_validate(entry.data) if entry.kind in _KINDS else None
     except (ValueError, TypeError, ValidationError, RecursionError) as error:
         members.fault(f"_{leaf}_qdata", f"has metadata that cannot be read: {str(error).partition(chr(10))[0]}", part)
         return
     if data is None:
-        possible = f"possible: {_INT8}, {_FP8}, {_INTX}"
+        possible = f"possible: {', '.join(_KINDS)}"
         members.fault(f"_{leaf}_qdata", f"is part of a {entry.kind} of torchao, which is not read; {possible}", part)
         return
-    known = [f"_{leaf}_{one}" for one in _PARTS]
+    known = [f"_{leaf}_{one}" for one in INT4_PARTS.get(entry.kind, _PARTS)]
     if others := [one for one in raw.by_path[path] if one.startswith(f"_{leaf}_") and one not in known]:
         for other in others:
             members.fault(other, f"is a part of {name} that is not read; possible: {', '.join(known)}")
         return
-    dtype = torch.float8_e4m3fn if entry.kind == _FP8 else torch.int8
+    if entry.kind in INT4_PARTS:
+        if (matrix := _matrix(members, leaf, data, part)) is not None:
+            add_int4(found, members, leaf, entry.kind, matrix, windows)
+        return
+    _add_bytes(found, members, name, entry.kind, data)
+
+
+def _matrix(members: Members, leaf: str, data: _Data, part: FileTensor) -> tuple[Shape, int] | None:
+    """The shape of a tensor of int4 and the inputs of a group; None after a fault."""
+    shape, block = data.shape or (), data.block_size
+    if len(shape) != 2 or min(shape) < 1 or max(shape) > MOST:
+        members.fault(f"_{leaf}_qdata", f"has the shape {data.shape} in its metadata; possible: [out, in]", part)
+        return None
+    (out, inputs), size = shape, block[-1] if block else 0
+    if block != [1, size] or size < 2 or size % 2 or inputs % size:
+        members.fault(f"_{leaf}_qdata", f"has blocks {block} of {shape}; possible: [1, an even group]", part)
+        return None
+    return (out, inputs), size
+
+
+def _add_bytes(found: Found, members: Members, name: str, kind: str, data: _Data) -> None:
+    """Add codes that take a byte each."""
+    leaf = name.rpartition(".")[2]
+    dtype = torch.float8_e4m3fn if kind == _FP8 else torch.int8
     qdata = members.take(f"_{leaf}_qdata", (dtype,), (-1, -1))
     scale = members.take(f"_{leaf}_scale", FLOATS)
     zero = None
@@ -113,7 +144,7 @@ def _add(found: Found, raw: Raw, name: str, part: FileTensor) -> None:
         return
     if zero is not None and not bool(zero.read().any()):
         zero = None
-    _add_checked(found, name, entry.kind, data, qdata, spread_out[0], zero)
+    _add_checked(found, name, kind, data, qdata, spread_out[0], zero)
 
 
 def _add_checked(

@@ -238,7 +238,7 @@ def test_an_exponent_that_is_no_number(tmp_path: Path) -> None:
 
 ENTRY = {"_type": "Int8Tensor", "_data": {"block_size": [1, 128]}}
 TORCHAO = [
-    ({"_type": "Int4Tensor", "_data": {}}, "is part of a Int4Tensor of torchao, which is not read"),
+    ({"_type": "MXTensor", "_data": {}}, "is part of a MXTensor of torchao, which is not read"),
     ({"_type": "Int8Tensor", "_data": {"block_size": [1, 64]}}, "is (256, 1) for (256, 128) in blocks of [1, 64]"),
     ({"_type": "Int8Tensor", "_data": {"block_size": [1, 0]}}, "has blocks [1, 0]"),
     ({"_type": "Int8Tensor", "_data": {}}, "has metadata that cannot be read"),
