@@ -20,11 +20,13 @@ from infuse.errors import CheckpointError
 from infuse.weights.coded import decoded_as
 from infuse.weights.coded.modules import (
     BITSANDBYTES,
+    GPTQMODEL,
     Memory,
     UnreadableCodes,
     coded_by,
     file_metadata,
     file_tensors,
+    gptqmodel_settings,
     is_rounded,
 )
 from infuse.weights.coded.quanto import Grouped
@@ -112,16 +114,18 @@ def codes_in(model: nn.Module) -> CodesInModel | str | None:
         told = {name: text for path, (_, one) in coded.items() for name, text in file_metadata(path, one).items()}
         file = Memory(raw, metadata=told)
         settings = find_settings((), getattr(getattr(model, "config", None), "quantization_config", None))
+        if held := [module for library, module in coded.values() if library == GPTQMODEL]:
+            settings = gptqmodel_settings(held, settings)
         found = decoded_as("the model in memory", {name: FileTensor(file, name) for name in raw}, settings)
     except (UnreadableCodes, CheckpointError) as error:
         return str(error)
     tensors = dict(found.tensors)
     for path, (_, module) in coded.items():
-        matrix = tensors.get(f"{path}.weight")
-        if isinstance(matrix, Grouped):
-            shaped = matrix.in_shape((module.out_features, module.in_features))
-            if shaped is None:
-                return f"{path} has {matrix.shape} codes for {(module.out_features, module.in_features)}"
+        matrix, shape = tensors.get(f"{path}.weight"), (module.out_features, module.in_features)
+        shaped = matrix.in_shape(shape) if isinstance(matrix, Grouped) else matrix
+        if matrix is not None and (shaped is None or shaped.shape != shape):
+            return f"{path} has codes of {matrix.shape} for a linear of {shape}"
+        if shaped is not None:
             tensors[f"{path}.weight"] = shaped
     if lost := [path for path in coded if f"{path}.weight" not in tensors]:
         return f"{lost[0]} has no weights in codes"
@@ -147,7 +151,10 @@ def _plain_linear(module: Any) -> nn.Module:
             plain: Any = source(module.out_features, module.in_features)
         else:
             plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-    plain._parameters["bias"] = module.bias
+    bias = module.bias
+    if bias is not None and not isinstance(bias, nn.Parameter):  # gptqmodel has a buffer
+        bias = nn.Parameter(bias, requires_grad=False)
+    plain._parameters["bias"] = bias
     for hooks in _HOOKS:
         vars(plain)[hooks] = vars(module)[hooks]
     plain._is_hf_initialized = True

@@ -1,13 +1,13 @@
 """Tensors of modules that hold their weights in codes, under the names and in the layouts of files.
 
-Modules are those of bitsandbytes, compressed-tensors and quanto, and linears with weights of torchao's classes; they
-are known by names, and none of these libraries is imported.
+Modules are those of bitsandbytes, compressed-tensors, quanto and gptqmodel, and linears with weights of torchao's
+classes; they are known by names, and none of these libraries is imported.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,20 @@ from torch import Tensor, nn
 
 from infuse.architectures.plain import patched
 from infuse.weights.coded.form import ceil_div
+from infuse.weights.coded.settings import Settings
 from infuse.weights.coded.tinygemm import PackedForCPU, TilePacked, offsets
 from infuse.weights.lazy import InMemory, LazyTensor, Shape, Slices, Stored
 
 BITSANDBYTES, COMPRESSED, TORCHAO, QUANTO = "bitsandbytes", "compressed-tensors", "torchao", "quanto"
+GPTQMODEL = "gptqmodel"
+# Its classes that hold what files have until their first forward; others repack it when it is loaded.
+_GPTQ = ("TorchLinear", "TorchFusedLinear", "TorchAtenLinear", "TorchCpuAvx512Linear", "TritonV2Linear")
+_AWQ = (
+    "AwqTorchLinear", "TorchFusedAwqLinear", "TorchAtenAwqLinear", "TorchCpuAvx512AwqLinear", "AwqGEMMLinear",
+    "AwqGEMMTritonLinear",
+)  # fmt: skip
+_OF_GPTQ = ("qweight", "qzeros", "scales", "g_idx")
+_UNPACKING = ("wf_unsqueeze_zero", "wf_unsqueeze_neg_one")  # of gptqmodel: how far words are shifted
 _FOUR, _EIGHT = ("Linear4bit", "LinearNF4", "LinearFP4"), ("Linear8bitLt",)
 _PACKAGE, _OF_QUANTO = "compressed_tensors", "optimum.quanto."
 _BAND, _PAIRS = 32, 32  # bitsandbytes packs bands of 32 rows for its kernel, in pieces of 32 bytes of two codes each
@@ -83,6 +93,8 @@ def coded_by(module: nn.Module) -> str | None:
         return BITSANDBYTES
     if type(vars(module).get("quantization_scheme")).__module__.partition(".")[0] == _PACKAGE:
         return COMPRESSED
+    if type(module).__module__.partition(".")[0] == GPTQMODEL and "qweight" in module._buffers:
+        return GPTQMODEL
     if type(module).__module__.startswith(_OF_QUANTO) and type(module).__name__ == "QLinear":
         return QUANTO
     return TORCHAO if type(module._parameters.get("weight")).__module__.partition(".")[0] == TORCHAO else None
@@ -102,6 +114,8 @@ def file_tensors(path: str, module: nn.Module) -> dict[str, LazyTensor]:
         leaves = _of_torchao(path, module)
     elif library == QUANTO:
         leaves = _of_quanto(path, module)
+    elif library == GPTQMODEL:
+        leaves = _of_gptqmodel(path, module)
     else:
         leaves = _of_four_bits(path, module) if type(module).__name__ in _FOUR else _of_eight_bits(path, module)
     return {f"{path}.{leaf}": InMemory(one) if isinstance(one, Tensor) else one for leaf, one in leaves.items()}
@@ -189,6 +203,44 @@ def _of_torchao(path: str, module: nn.Module) -> _Leaves:
         kind = f"{type(weight).__name__} of torchao in a {type(module).__name__}"
         raise UnreadableCodes(f"{path} holds a {kind}, which is not read")
     return {f"_weight_{part}": getattr(weight, part) for part in parts}
+
+
+def gptqmodel_settings(modules: Sequence[Any], settings: Settings | None) -> Settings:
+    """What a config would say of these modules of gptqmodel, which may have converted their zeros when it loaded them.
+
+    `settings`: those of the model's config. UnreadableCodes if modules of both methods, or versions, are there.
+    """
+    if any(type(module).__name__ in _AWQ for module in modules):
+        sizes = {module.group_size for module in modules}
+        if len(sizes) > 1 or not all(type(module).__name__ in _AWQ for module in modules):
+            raise UnreadableCodes("linears of AWQ have other groups, or are beside others")
+        values = dict(bits=modules[0].bits, group_size=sizes.pop(), version="gemm")
+        return Settings("the model in memory", "awq", values)
+    formats = {module.qzero_format() for module in modules}
+    if len(formats) > 1:
+        raise UnreadableCodes("linears of GPTQ have zeros of both versions")
+    told = {"sym": modules[0].sym, **({} if settings is None else settings.values)}
+    kinds = dict.fromkeys((module.bits, module.group_size) for module in modules)
+    (bits, size), *others = kinds
+    dynamic = {f"+:{place}": dict(bits=bits, group_size=size) for place, (bits, size) in enumerate(others)}
+    values = dict(bits=bits, group_size=size, sym=told["sym"], desc_act=False, dynamic=dynamic)
+    return Settings("the model in memory", "gptq", {**values, "format": "gptq" if formats == {1} else "gptq_v2"})
+
+
+def _of_gptqmodel(path: str, module: Any) -> _Leaves:
+    """Of a linear of gptqmodel, before its first forward, which packs the codes for its product."""
+    kind = type(module).__name__
+    names = _OF_GPTQ[: 3 if kind in _AWQ else 4]
+    if kind not in (*_AWQ, *_GPTQ):
+        raise UnreadableCodes(f"{path} is a {kind} of gptqmodel, which packs codes for one kernel")
+    held = {name: one for name, one in {**module._buffers, **module._parameters}.items() if one is not None}
+    if getattr(module, "linear_mode", None) == "inference" or held["qweight"].dtype is not torch.int32:
+        raise UnreadableCodes(f"{path} was packed by a forward: call init_inference before the first one")
+    if more := sorted(held.keys() - {*names, *_UNPACKING, "bias"}):
+        raise UnreadableCodes(f"{path} has {', '.join(more)}, which is not read")
+    if getattr(module, "adapter", None) is not None:
+        raise UnreadableCodes(f"{path} has an adapter")
+    return {name: _plain(held[name]) for name in names if name in held}
 
 
 def _of_quanto(path: str, module: Any) -> _Leaves:
