@@ -104,6 +104,27 @@ def awq(weight: Tensor, *, size: int = 32) -> Packed:
     return tensors, scales.float()[:, groups] * (codes - zeros[:, groups]).float()
 
 
+def awq_by_rows(weight: Tensor, *, fast: bool = False, size: int = 32) -> Packed:
+    """AWQ's gemv, with inputs in words; or gemv_fast, in which 16 bits hold a place of four outputs."""
+    out, inputs = weight.shape
+    groups = torch.arange(inputs) // size
+    scales = scales_of(weight, groups, 8).half()
+    zeros = random(scales.shape, 0, 16, 6)
+    codes = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15).long()
+    padding = (0, 32 - scales.shape[1])  # of groups
+    padded, padded_zeros = (torch.nn.functional.pad(one, padding) for one in (scales, zeros))
+    if not fast:
+        tensors = {"qweight": dense_words(codes, 4), "qzeros": dense_words(padded_zeros, 4), "scales": padded}
+        return tensors, scales.float()[:, groups] * (codes - zeros[:, groups]).float()
+    order = [8 * eights + 2 * pair + odd for pair in range(4) for odd in range(2) for eights in range(4)]
+    ordered = codes.reshape(out, -1, 32)[:, :, order].reshape(out // 4, 4, -1, 64)
+    stream = ordered.transpose(1, 2).reshape(out // 4, inputs, 4)  # of each 64 inputs, output after output
+    words = sum(stream[..., place] << 4 * place for place in range(4))
+    offsets = -(padded * padded_zeros.half())
+    tensors = {"qweight": torch.as_tensor(words).to(torch.int16), "scales": padded.t(), "qzeros": offsets.t()}
+    return tensors, scales.float()[:, groups] * codes.float() + offsets.float()[:, groups]
+
+
 def to_fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes and their values, for scales of the weight's shape."""
     codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -344,6 +365,10 @@ CASES = [
          "int4:32:asymmetric:f16"),
     Case("awq", awq, dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
          "int4:32:asymmetric:f16"),
+    Case("awq-gemv", awq_by_rows, dict(quant_method="awq", bits=4, group_size=32, version="gemv"),
+         "int4:32:asymmetric:f16"),
+    Case("awq-gemv-fast", partial(awq_by_rows, fast=True),
+         dict(quant_method="awq", bits=4, group_size=32, version="gemv_fast"), "int4:32:offset:f16"),
     Case("fp8-blocks", fp8_blocks, _FP8, "fp8:128:f32"),
     Case("fp8-blocks-bf16", partial(fp8_blocks, dtype=torch.bfloat16), _FP8, "fp8:128"),
     Case("fp8-blocks-e8m0", partial(fp8_blocks, dtype=torch.float8_e8m0fnu), dict(_FP8, scale_fmt="ue8m0"), "fp8:128"),

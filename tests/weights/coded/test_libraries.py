@@ -222,3 +222,32 @@ def test_the_stage_leaves_plain_files_alone(tmp_path: Path) -> None:
     assert not checkpoint.titles and not checkpoint.notes
     first: LazyTensor = checkpoint.pieces["model.embed_tokens.weight"].first
     assert first.coded is None and Decoded() == Decoded()
+
+
+@pytest.mark.parametrize(("version", "size"), [
+    ("gemv", 64), ("gemv", 128), ("gemv_fast", 32), ("gemv_fast", 64), ("gemv_fast", 128),
+])  # fmt: skip
+def test_awq_by_rows(version: str, size: int, tmp_path: Path) -> None:
+    module, name = {"gemv": ("gemv_awq", "AwqGEMVLinear"), "gemv_fast": ("gemv_fast_awq", "AwqGEMVFastLinear")}[version]
+    pytest.importorskip("gptqmodel")
+    library = pytest.importorskip(f"gptqmodel.nn_modules.qlinear.{module}")
+    weight = WEIGHT[:64]  # gemv's kernel wants multiples
+    scales = (weight.reshape(64, -1, size).abs().amax(dim=-1) / 8).half()
+    zeros = torch.arange(scales.numel()).view_as(scales) % 16
+    codes = (weight.reshape(64, -1, size) / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    values = ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(64, 256)
+    if version == "gemv_fast":  # which multiplies scales with zeros, in float16
+        less = (scales.float() * zeros).half().float()
+        values = (codes * scales.float()[..., None] - less[..., None]).reshape(64, 256)
+    linear = torch.nn.Linear(256, 64, bias=False)
+    linear.weight.data.copy_(((codes - zeros[..., None]) * scales.float()[..., None]).reshape(64, 256))
+    made = getattr(library, name)(
+        bits=4, group_size=size, sym=False, desc_act=False, in_features=256, out_features=64, register_buffers=False
+    )
+    made.pack(linear, scales.float(), zeros.float())
+    tensors = {f"m.{leaf}": getattr(made, leaf) for leaf in ("qweight", "qzeros", "scales")}
+    config = dict(quant_method="awq", bits=4, group_size=size, version=version)
+    read = opened(write(tmp_path, tensors, config)).pieces["m.weight"].first
+    kind = "offset" if version == "gemv_fast" else "asymmetric"
+    assert read.coded is not None and read.coded.format == f"int4:{size}:{kind}:f16"
+    assert torch.equal(read.read(), values)
