@@ -24,6 +24,7 @@ from tests.support.checkpoints import on_meta
 from tests.support.libraries import stand_in
 from tests.support.quantized_files import BY_CASE, ROOM, llama, publish, quanto, quanto_groups, write
 from tests.support.quantized_models import logits, with_values
+from tests.support.ranks import Ranks
 
 KEYS: dict[str, Any] = dict(progress=False, replace_with_kernel_inject=True)
 ONE = dict(ROOM, num_hidden_layers=1)
@@ -331,3 +332,26 @@ def test_live_models_of_the_library(weights: str, dtype: torch.dtype, format: st
     assert far(logits(engine), wanted) < {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}[dtype]
     if weights != "int2" and not isinstance(kernels(), str):
         assert engine.plan.after_bytes <= 1.15 * engine.plan.before_bytes
+
+
+# ---- shards and ranks ----
+
+
+def on_rank(folder: str) -> Tensor:
+    keys: dict[str, Any] = dict(KEYS, tensor_parallel={"tp_size": 2})
+    return logits(infuse.init_inference(on_meta("llama", **ROOM), checkpoint=folder, dtype="fp32", **keys))
+
+
+def test_offsets_over_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    exact = with_values(llama(), publish(tmp_path, BY_CASE["quanto-qint4"], llama()))
+    for given in ranks.run(2, on_rank, str(tmp_path)):
+        assert far(given, logits(exact)) < 1e-4
+
+
+def test_offsets_in_shards(tmp_path: Path) -> None:
+    publish(tmp_path / "coded", BY_CASE["quanto-qint4"], llama())
+    keys = dict(KEYS, dtype="fp32", save_mp_checkpoint_path=str(tmp_path / "shards"))
+    wanted = infuse.init_inference(on_meta("llama", **ROOM), checkpoint=str(tmp_path / "coded"), **keys)
+    again = infuse.init_inference(on_meta("llama", **ROOM), checkpoint=str(tmp_path / "shards"), dtype="fp32", **KEYS)
+    assert torch.equal(logits(again), logits(wanted))
+    assert {each for step in again.plan.steps for each in step.formats.values()} == {"int4:32:offset"}
