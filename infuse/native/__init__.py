@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Formats of quantized weights, in the order of `kFormats` in src/formats.h.
 CODES = (
     "int8", "int4", "fp8", "fp6", "mxfp4", "nf4", "fp4", "q4_1", "q5_0", "q5_1", "iq4_nl", "q2_k", "q3_k", "q4_k",
-    "q5_k", "q6_k", "iq4_xs", "nvfp4",
+    "q5_k", "q6_k", "iq4_xs", "nvfp4", "int2", "int3",
 )  # fmt: skip
 
 

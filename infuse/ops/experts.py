@@ -195,6 +195,8 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
         "nf4:32",
         "q5_1",
         "int4:32:offset",
+        "int3:32",
+        "int2:16:asymmetric",
     )
     for i, text in enumerate(texts):
         fitting = [sizes for sizes in _CASES if not any(quant_format(text).fits(inputs) for inputs in sizes[3:5])]

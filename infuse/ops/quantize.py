@@ -35,7 +35,8 @@ def quantized_like(weight: Tensor, format: str) -> list[Tensor]:
 _TEXTS = (
     "int8", "int8:7", "int8:row:asymmetric", "int8:groups=2", "int4:32", "int4:6:asymmetric", "int4:row",
     "int4:groups=2:asymmetric", "fp8", "fp8:7", "fp8:groups=2", "fp6", "fp6:4", "fp6:row", "int4:32:asymmetric:f16",
-    "int8:64:f32", "nf4:32", "q4_1", "nvfp4", "int4:32:offset", "int4:32:offset:f16",
+    "int8:64:f32", "nf4:32", "q4_1", "nvfp4", "int3:8", "int3:32:asymmetric", "int2:16:f16", "int2:32:asymmetric",
+    "int4:32:offset", "int4:32:offset:f16",
 )  # fmt: skip
 _SHAPES = ((0, 64), (1, 64), (33, 128), (7, 42), (3, 4160))
 
@@ -69,7 +70,7 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @dequantize.cases
 def _coded_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for text in (*_TEXTS, "q4_k", "q5_0", "q6_k"):
+    for text in (*_TEXTS, "q2_k", "q3_k", "q4_k", "q5_0", "q6_k"):
         for outputs, inputs in (*_SHAPES, (18, 512)):
             if quant_format(text).fits(inputs) is None:
                 weight = quant_format(text).quantize(torch.randn(outputs, inputs, device=device))

@@ -1,6 +1,6 @@
 """GroupedFormat: codes, one scale for each group of inputs and, where the format has them, zero points.
 
-int8, int4, fp8, fp6 and mxfp4 share it; the arithmetic of each family is in its own file.
+int8 to int2, fp8, fp6 and mxfp4 share it; the arithmetic of each family is in its own file.
 
 Legend: a group is a run of neighbouring inputs of one row that share a scale; w_GN are G groups of N values; tensors of
 [G, 1] hold one number for each group.
@@ -27,9 +27,14 @@ SMALLEST_SCALE = 2.0**-126
 
 ERROR_LENGTHS = (16, 32, 64, 128, 256, 1024, 4096, 16384)  # group lengths at which each family measured its errors
 
-# Why inputs come in multiples of GroupedFormat.pack.
-_SHARED = {2: "two values share a byte", 4: "four values share three bytes"}
-_MULTIPLE = {2: "even", 4: "a multiple of 4"}
+# Why inputs come in multiples of GroupedFormat.pack, by bits, and which multiples.
+_SHARED = {
+    2: "four values share a byte",
+    3: "eight values share three bytes",
+    4: "two values share a byte",
+    6: "four values share three bytes",
+}
+_MULTIPLE = {2: "even", 4: "a multiple of 4", 8: "a multiple of 8"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class GroupedFormat(QuantFormat):
                 raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
         if self.group_size is not None and self.group_size % self.pack:
             raise ConfigError(
-                f"{self.name}: {_SHARED[self.pack]}, so the group size must be {_MULTIPLE[self.pack]}, "
+                f"{self.name}: {_SHARED[self.bits]}, so the group size must be {_MULTIPLE[self.pack]}, "
                 f"not {self.group_size}"
             )
 
@@ -108,12 +113,12 @@ class GroupedFormat(QuantFormat):
 
     @property
     def pack(self) -> int:
-        """Number of neighbouring inputs that share whole bytes: 1 (8 bits), 2 (4 bits) or 4 (6 bits)."""
+        """Number of neighbouring inputs that share whole bytes: 1 for 8 bits, 2 for 4, 4 for 6 and 2, 8 for 3."""
         return 8 // math.gcd(8, self.bits)
 
     def fits(self, in_features: int) -> str | None:
         if in_features % self.pack:
-            return f"{self}: {_SHARED[self.pack]}, and {in_features} inputs are not {_MULTIPLE[self.pack]}"
+            return f"{self}: {_SHARED[self.bits]}, and {in_features} inputs are not {_MULTIPLE[self.pack]}"
         if self.group_size is not None and in_features % self.group_size:
             divisors = [str(size) for size in (128, 64, 32) if in_features % size == 0 and size != self.group_size]
             would = " or ".join(divisors) if divisors else "row"
@@ -122,7 +127,7 @@ class GroupedFormat(QuantFormat):
             return f"{self}: {in_features} inputs do not divide into {self.groups} groups"
         if self.groups is not None and (length := in_features // self.groups) % self.pack:
             each = f"{in_features} inputs in {self.groups} groups are {length} for each, not {_MULTIPLE[self.pack]}"
-            return f"{self}: {_SHARED[self.pack]}, and {each}"
+            return f"{self}: {_SHARED[self.bits]}, and {each}"
         return None
 
     def of_part(self, in_features: int) -> GroupedFormat:

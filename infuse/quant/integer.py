@@ -1,13 +1,15 @@
-"""int8 and int4, one scale per group of inputs, symmetric or with a zero point: the numbers that kernels must match.
+"""int8, int4, int3 and int2, one scale per group of inputs, symmetric or with a zero point: what kernels must match.
 
     weight[o, i] = scale[o, g] * (code[o, i] - zero[o, g] * unit)
     g = the group of input i; unit = 2**bits / 256; symmetric formats have no zero
 
     data   int8: the codes, int8 [out, in]
            int4: code + 8, two per byte, uint8 [out, in / 2]; input 2j is the low nibble, input 2j + 1 the high one
+           int3: code + 4, uint8 [out, in / 8 * 3], lowest bits first: input 8j + k takes bits 3k to 3k + 2 of 3 bytes
+           int2: code + 2, uint8 [out, in / 4]; input 4j + k takes bits 2k and 2k + 1
     scale  bfloat16 [out, groups]; float16 with :f16, in which GPTQ, AWQ and GGUF have theirs; float32 with :f32, as
            int32 bits, which casting a model leaves alone
-    zero   int8 [out, groups], in steps (int8) or sixteenths of a step (int4), or None
+    zero   int8 [out, groups], in units of a step: 1 (int8), 1/16 (int4), 1/32 (int3) or 1/64 (int2); or None
 
 Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number per group.
 """
@@ -21,21 +23,31 @@ from types import MappingProxyType
 
 import torch
 
+from infuse.errors import ConfigError
 from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat, scales_of
+from infuse.quant.packing import pack_bits, unpack_bits
+
+
+def range_of(bits: int) -> tuple[int, int]:
+    """The lowest and the highest code."""
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
 
 # Measured on N(0,1) as log2(relative error) + bits per weight, scales included (lower is better):
 #   int8: rows of 4096 1.15, groups of 128 0.80, of 64 0.76, of 32 0.81
 #   int4: rows of 4096 0.79, groups of 128 0.76, of 64 0.78, of 32 0.89
 # Groups beat rows even without outliers, and by more with them. 64 and 128 are about equal, and 64 divides widths that
 # 128 does not (320, 576, 960, 1600, 2880, 4544).
-DEFAULT_GROUP = {"int8": 64, "int4": 64}
+DEFAULT_GROUP = {"int8": 64, "int4": 64, "int3": 64, "int2": 64}
 
 # Candidates for each group's step. The one of least squared error is stored; tests hold it within 5 % of brute force.
 
-# Factors by which the largest value may exceed the grid and be clipped to 7 or -8.
+# Factors by which the largest value may exceed the grid and be clipped to an outermost code: 7 or -8 of int4.
 INT4_CLIPS = tuple(1.05**i for i in range(16))
-# Symmetric: the step is the largest value divided by one of these.
-INT4_DIVISORS = tuple(code * clip for clip in INT4_CLIPS for code in (7, -8))
+# By bits, symmetric: the step is the largest value divided by one of these.
+DIVISORS = MappingProxyType(
+    {bits: tuple(code * clip for clip in INT4_CLIPS for code in reversed(range_of(bits))) for bits in (2, 3, 4)}
+)
 # Asymmetric: fractions of half the span that are cut off at the (high, low) ends. The ends differ by at most two places
 # of the list (34 candidates). Three places (44 candidates) reduce the error of groups of 32 to 4096 normal or Laplace
 # values by at most 0.15 %.
@@ -53,6 +65,10 @@ ERRORS = {
     (8, False): (0.00341, 0.00425, 0.00501, 0.00568, 0.00629, 0.00732, 0.00817, 0.00906),
     (4, True): (0.0714, 0.0818, 0.0901, 0.0969, 0.101, 0.106, 0.108, 0.109),
     (4, False): (0.0595, 0.0716, 0.0822, 0.0909, 0.0978, 0.105, 0.107, 0.108),
+    (3, True): (0.144, 0.163, 0.177, 0.186, 0.192, 0.197, 0.200, 0.201),
+    (3, False): (0.123, 0.148, 0.166, 0.179, 0.187, 0.193, 0.197, 0.202),
+    (2, True): (0.303, 0.333, 0.354, 0.367, 0.376, 0.384, 0.386, 0.387),
+    (2, False): (0.264, 0.302, 0.324, 0.341, 0.353, 0.379, 0.412, 0.446),
 }
 
 
@@ -65,13 +81,20 @@ LARGEST_WITH_FLOAT16 = 2.0**15  # no step of such weights exceeds float16
 
 @dataclass(frozen=True)
 class IntegerFormat(GroupedFormat):
-    """int8 or int4: a uniform grid per group, with the step of least squared error found by search.
+    """int8 to int2: a uniform grid per group, with the step of least squared error found by search.
 
-    int8 clips nothing: every value comes back within half a step; symmetric codes stay within [-127, 127]. int4 uses
-    all 16 levels and may clip the largest values; a symmetric step may be negative, so that -8 encodes the largest
-    value. Asymmetric grids always include zero. Quantizing a dequantized float32 weight gives the same weight, but for
-    groups with the smallest scales of float16.
+    int8 clips nothing: every value comes back within half a step; symmetric codes stay within [-127, 127]. The others
+    use all levels and may clip the largest values; a symmetric step may be negative, so that the lowest code encodes
+    the largest value. Asymmetric grids always include zero. Quantizing a dequantized float32 weight gives the same
+    weight, but for groups with the smallest scales of float16.
+
+    int3 and int2 hold published codes. Their grids are those of int4, with fewer levels.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits < 4 and self.activation_bits != 16:
+            raise ConfigError(f"{self.name} has no :a8; possible: {self.name}, or int8 and int4 with :a8")
 
     def __str__(self) -> str:
         size = f":groups={self.groups}" if self.groups is not None else f":{self.group_size or 'row'}"
@@ -128,24 +151,20 @@ class IntegerFormat(GroupedFormat):
         steps = w_GN / scale_G1
         if zero_G1 is not None:
             steps += zero_G1 * self.zero_unit
-        codes = steps.round_().clamp_(*_range(self.bits)).to(torch.int8)
-        return pack_int4(codes) if self.bits == 4 else codes
+        codes = steps.round_().clamp_(*range_of(self.bits)).to(torch.int8)
+        return codes if self.bits == 8 else pack_integers(codes, self.bits)
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        codes = unpack_int4(data) if self.bits == 4 else data
+        codes = data if self.bits == 8 else unpack_integers(data, self.bits)
         values = codes.reshape(*scale.shape, -1).to(torch.float32)
         if zero is not None:
             values -= zero.unsqueeze(-1) * self.zero_unit
         return values.mul_(scales_of(scale).unsqueeze(-1)).flatten(1)
 
     def _candidates(self, w_GN: torch.Tensor) -> Iterator[Grid]:
-        grids = {
-            (8, True): _symmetric_int8,
-            (4, True): _symmetric_int4,
-            (8, False): _asymmetric_int8,
-            (4, False): _asymmetric_int4,
-        }[self.bits, self.symmetric]
-        return grids(w_GN, self.scale_dtype)
+        if self.bits == 8:
+            return (_symmetric_int8 if self.symmetric else _asymmetric_int8)(w_GN, self.scale_dtype)
+        return (_symmetric if self.symmetric else _asymmetric)(w_GN, self.scale_dtype, self.bits)
 
 
 @dataclass(frozen=True)
@@ -167,18 +186,16 @@ def unpack_nibbles(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
 
 
-def pack_int4(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes in [-8, 7], int8 [..., 2n], into uint8 [..., n] as code + 8, even inputs in the low nibble."""
-    return pack_nibbles((codes + 8).to(torch.uint8))
+def pack_integers(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Pack codes of 2, 3 or 4 bits, int8 [R, in], into uint8 [R, in * bits / 8] as unsigned ones, lowest bits first."""
+    unsigned = (codes + (1 << bits - 1)).to(torch.uint8)
+    return pack_nibbles(unsigned) if bits == 4 else pack_bits(unsigned, bits)
 
 
-def unpack_int4(data: torch.Tensor) -> torch.Tensor:
-    """Inverse of pack_int4: uint8 [..., n] to int8 codes [..., 2n]."""
-    return unpack_nibbles(data).to(torch.int8) - 8
-
-
-def _range(bits: int) -> tuple[int, int]:
-    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+def unpack_integers(data: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Inverse of pack_integers."""
+    unsigned = unpack_nibbles(data) if bits == 4 else unpack_bits(data, bits)
+    return unsigned.to(torch.int8) - (1 << bits - 1)
 
 
 def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -189,7 +206,7 @@ def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torc
         torch.mul(w_GN, grid.scale_G1.reciprocal(), out=steps_GN)
         if grid.zero_G1 is not None:
             steps_GN += grid.zero_G1
-        torch.round(steps_GN, out=codes_GN).clamp_(*_range(grid.bits))
+        torch.round(steps_GN, out=codes_GN).clamp_(*range_of(grid.bits))
         # Norms instead of squares, and steps times scale instead of weights: neither overflows nor underflows for huge
         # or tiny weights.
         error_G1 = torch.linalg.vector_norm(steps_GN.sub_(codes_GN), dim=-1, keepdim=True) * grid.scale_G1.abs()
@@ -227,8 +244,8 @@ def _stored_below(scale_G1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 # In all four functions, quantizing again is exact: a candidate gives the extremes codes from which the same candidate
 # list finds the same step again. Symmetric int8: k times 1/256 is less than half a step for k <= 127, so the largest
-# value gets the code k itself. int4: the extremes always get the outermost codes. Asymmetric int8: spans outside the
-# list are dropped.
+# value gets the code k itself. Fewer bits: the extremes always get the outermost codes. Asymmetric int8: spans outside
+# the list are dropped.
 
 
 def _symmetric_int8(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
@@ -237,10 +254,10 @@ def _symmetric_int8(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
         yield Grid(8, _stored(largest_G1 / code, dtype), None)
 
 
-def _symmetric_int4(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
+def _symmetric(w_GN: torch.Tensor, dtype: torch.dtype, bits: int) -> Iterator[Grid]:
     extreme_G1 = w_GN.gather(-1, w_GN.abs().argmax(dim=-1, keepdim=True))
-    for divisor in INT4_DIVISORS:
-        yield Grid(4, _stored(extreme_G1 / divisor, dtype), None)
+    for divisor in DIVISORS[bits]:
+        yield Grid(bits, _stored(extreme_G1 / divisor, dtype), None)
 
 
 def _span(w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,11 +282,13 @@ def _asymmetric_int8(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
         yield Grid(8, torch.where(possible, scale_G1, first.scale_G1), torch.where(possible, zero_G1, first.zero_G1))
 
 
-def _asymmetric_int4(w_GN: torch.Tensor, dtype: torch.dtype) -> Iterator[Grid]:
+def _asymmetric(w_GN: torch.Tensor, dtype: torch.dtype, bits: int) -> Iterator[Grid]:
     low_G1, high_G1 = _span(w_GN)
     half_G1 = high_G1 / 2 - low_G1 / 2
+    lowest, highest = range_of(bits)
+    units = 256 >> bits  # of a zero, in a step
     for cut_high, cut_low in INT4_ENDS:
         top_G1 = high_G1 - cut_high * half_G1
-        scale_G1 = _stored_below((2 - cut_high - cut_low) / 15 * half_G1, dtype)
-        zero_G1 = (16 * (7 - top_G1 / scale_G1)).round_().clamp_(-128, 112) / 16
-        yield Grid(4, scale_G1, zero_G1)
+        scale_G1 = _stored_below((2 - cut_high - cut_low) / (highest - lowest) * half_G1, dtype)
+        zero_G1 = (units * (highest - top_G1 / scale_G1)).round_().clamp_(-128, units * highest) / units
+        yield Grid(bits, scale_G1, zero_G1)

@@ -23,13 +23,14 @@ from infuse.quant.tables import DEFAULT_GROUP as TABLES
 from infuse.quant.tables import TableFormat
 
 _POSSIBLE = (
-    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6, nf4, fp4 likewise; int8 and int4 also with "
-    ":symmetric or :asymmetric behind, with :f16, which keeps scales in float16, and with :a8, which lets products of "
-    "many tokens round activations to 8 bits; int8, int4 and fp8 with :f32; int4 with :offset in the place of "
-    f":asymmetric; mxfp4; those of files: {', '.join(BLOCKS)}"
+    "int8, int8:GROUP, int8:row, int8:groups=N; int4, int3, int2, fp8, fp6, nf4, fp4 likewise; those of integers also "
+    "with :symmetric or :asymmetric behind, with :f16, which keeps scales in float16, and with :f32; int8 and int4 "
+    "with :a8, which lets products of many tokens round activations to 8 bits; fp8 with :f32; int4 with :offset in the "
+    f"place of :asymmetric; mxfp4; those of files: {', '.join(BLOCKS)}"
 )
 _GROUPED = {**INTEGER, **FLOATING, **MICROSCALING, **TABLES}
 _OWN = {*_GROUPED, *BLOCKS}
+_INTEGERS = ", ".join(INTEGER)
 
 # The options behind the name → the format. ConfigError for options that the format does not have.
 Parse = Callable[[Sequence[str]], QuantFormat]
@@ -97,9 +98,9 @@ def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
         raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {_possible()}")
     bits = int(name[-1])
     if of_scales is torch.float16 and name not in INTEGER:
-        raise ConfigError(f"{name} has no :f16; possible: {name}, or int8 and int4 with :f16")
+        raise ConfigError(f"{name} has no :f16; possible: {name}, or {_INTEGERS} with :f16")
     if of_scales is torch.float32 and name not in {*INTEGER, "fp8"}:
-        raise ConfigError(f"{name} has no :f32; possible: {name}, or int8, int4 and fp8 with :f32")
+        raise ConfigError(f"{name} has no :f32; possible: {name}, or {_INTEGERS}, fp8 with :f32")
     scales = {} if of_scales is None else {"scale_dtype": of_scales}
     if name in TABLES:
         scales = {"scale_dtype": torch.float32}

@@ -29,7 +29,7 @@ def test_a_sharded_folder_generates_what_the_original_does(folder, tmp_path, mon
 def test_shard_says_what_is_wrong(folder, tmp_path):  # noqa: F811
     assert "OUT is MODEL_DIR" in run("shard", folder, folder, code=2)[1]
     assert "does not exist" in run("shard", tmp_path / "nowhere", tmp_path / "out", code=2)[1]
-    assert "quant" in run("shard", folder, tmp_path / "out", "--quant", "int3", code=2)[1]
+    assert "quant" in run("shard", folder, tmp_path / "out", "--quant", "int5", code=2)[1]
     (tmp_path / "file").write_text("")
     assert "cannot be written" in run("shard", folder, tmp_path / "file" / "out", code=1)[1]
 

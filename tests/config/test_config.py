@@ -387,9 +387,9 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         ({"enable_cuda_graph": None}, ["enable_cuda_graph: found None"]),
         ({"quant": 8}, ["quant: found 8; possible: a dict, or a format such as"]),
         (
-            {"quant": "int3"},
+            {"quant": "int5"},
             [
-                "quant.format (given as quant): found 'int3'; unknown quantization format 'int3'; "
+                "quant.format (given as quant): found 'int5'; unknown quantization format 'int5'; "
                 "possible: int8, int8:GROUP"
             ],
         ),
@@ -414,8 +414,8 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         (by_name({"fc": {"group_size": 64}}), ["fc: found", "num_bits is missing; possible: 4"]),
         (by_name({"fc": {"num_bit": 4}}), ["'num_bit' is no key, the nearest one is num_bits"]),
         (
-            by_name({"fc": "int3"}),
-            ["fc.format: found 'int3'; unknown quantization format 'int3'; possible: int8, int8:GROUP"],
+            by_name({"fc": "int5"}),
+            ["fc.format: found 'int5'; unknown quantization format 'int5'; possible: int8, int8:GROUP"],
         ),
         (by_name({"fc": {"num_bits": 6, "symmetric": False}}), ["possible: 6 bits with symmetric=True"]),
         (by_name({"fc": {"num_bits": 4, "group_size": 5}}), ["group size must be even, not 5"]),
@@ -468,7 +468,7 @@ def test_a_wrong_value_says_key_found_and_possible(written, parts):
 def test_every_module_with_a_wrong_format_is_told_at_once():
     text = error_of(
         quant={
-            "weight": {"post_init_quant": {"up": {"num_bits": 5}, "down": "int3", "head": {}, "gate": {"num_bits": 4}}}
+            "weight": {"post_init_quant": {"up": {"num_bits": 5}, "down": "int5", "head": {}, "gate": {"num_bits": 4}}}
         }
     )
     assert text.startswith("3 problems") and "gate" not in text

@@ -384,7 +384,7 @@ def test_a_format_is_registered_and_taken_back() -> None:
             parse.register(name, nested.parse)
     take_back = parse.register(nested.NAME, nested.parse)
     with pytest.raises(infuse.ConfigError, match=", nested$"):
-        quant_format("int3")
+        quant_format("int5")
     with pytest.raises(infuse.ConfigError, match="nested has no options; found 64"):
         infuse.plan(plain_llama(), quant="nested:64")
     assert "nested" in str(infuse.plan(plain_llama(), quant={"weight": {"post_init_quant": {"mlp": "nested"}}}))

@@ -39,14 +39,20 @@ def random_weight(name: str, rows: int, blocks: int) -> QuantizedWeight:
     return QuantizedWeight.of(tensors, (rows, inputs), format)
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
 def test_codes_are_packed_as_the_format_says(bits: int) -> None:
     codes = torch.randint(2**bits, (3, 96), dtype=torch.uint8)
     packed = pack_codes(codes, bits)
     assert packed.shape == (3, 96 * bits // 8) and torch.equal(unpack_codes(packed, bits), codes)
     one = torch.zeros(1, 32, dtype=torch.uint8)
     one[0, 5] = 2**bits - 1
-    told = {4: {2: 0xF0}, 5: {2: 0xF0, 16: 1 << 5}, 6: {3: 63 << 6 & 255, 4: 63 << 6 >> 8}}[bits]
+    told = {
+        2: {1: 3 << 2},
+        3: {1: 1 << 7, 2: 3},
+        4: {2: 0xF0},
+        5: {2: 0xF0, 16: 1 << 5},
+        6: {3: 63 << 6 & 255, 4: 63 << 6 >> 8},
+    }[bits]
     assert {i: int(byte) for i, byte in enumerate(pack_codes(one, bits)[0]) if byte} == told
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from infuse.errors import ConfigError
 from infuse.quant.grouped import ERROR_LENGTHS
-from infuse.quant.integer import pack_int4, unpack_int4
+from infuse.quant.integer import pack_integers, unpack_integers
 from infuse.quant.parse import quant_format
 from tests.support.round_trips import normal, relative_error, round_trip, weights
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
-FULL_RANGE = (*INTEGERS, "fp8:{}", "fp6:{}")
+SHORT = ("int3:{}", "int3:{}:asymmetric", "int2:{}", "int2:{}:asymmetric")
+FULL_RANGE = (*INTEGERS, *SHORT, "fp8:{}", "fp6:{}")
 KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16", "int4:{}:offset", "int4:{}:offset:f32")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
@@ -38,14 +39,14 @@ def test_text_reads_back(text: str) -> None:
     ("int4:asymmetric", "int4:64:asymmetric"), ("int8:groups=2", "int8:groups=2"), ("fp8", "fp8"), ("fp8:row", "fp8"),
     ("FP8:128", "fp8:128"), ("fp6", "fp6"), ("fp6:64:symmetric", "fp6"), ("fp6:row", "fp6:row"),
     ("fp6:groups=2", "fp6:groups=2"), ("int8:asymmetric", "int8:asymmetric"),
-    (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
+    (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"), ("int3", "int3:64"), ("int2:row:f32", "int2:row:f32"),
 ])  # fmt: skip
 def test_canonical_text(text: str, canonical: str) -> None:
     assert str(quant_format(text)) == canonical
 
 
 @pytest.mark.parametrize("text", [
-    "int3", "fp", "fp5", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4",
+    "int5", "fp", "fp5", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4",
     "int4:groups=", 8, None,
 ])  # fmt: skip
 def test_unknown_text_lists_what_is_possible(text: object) -> None:
@@ -55,7 +56,14 @@ def test_unknown_text_lists_what_is_possible(text: object) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("int8:0", "group size is 0"), ("int8:groups=0", "number of groups is 0"), ("int4:5", "even, not 5")],
+    [
+        ("int8:0", "group size is 0"),
+        ("int8:groups=0", "number of groups is 0"),
+        ("int4:5", "even, not 5"),
+        ("int3:12", "a multiple of 8, not 12"),
+        ("int2:6", "a multiple of 4, not 6"),
+        ("int3:a8", "int3 has no :a8"),
+    ],
 )
 def test_impossible_numbers(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -73,6 +81,8 @@ def test_impossible_numbers(text: str, reason: str) -> None:
         ("int8:groups=3", 64, "64 inputs do not divide into 3 groups"),
         ("int4:row", 33, "33 inputs are not even"),
         ("int4:groups=2", 6, "6 inputs in 2 groups are 3 for each, not even"),
+        ("int3:row", 20, "eight values share three bytes, and 20 inputs are not a multiple of 8"),
+        ("int2:row", 6, "four values share a byte, and 6 inputs are not a multiple of 4"),
         ("fp8:128", 320, r"groups of 128 do not divide 320 inputs \(64 or 32 would\)"),
         ("fp6:row", 66, "66 inputs are not a multiple of 4"),
         ("fp6:groups=2", 12, "12 inputs in 2 groups are 6 for each"),
@@ -156,26 +166,31 @@ def test_a_shard_of_rows_or_groups_is_the_shard_of_the_codes(kind: str) -> None:
 
 def test_every_pair_of_nibbles_packs_exactly() -> None:
     codes = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8)).to(torch.int8)
-    packed = pack_int4(codes)
+    packed = pack_integers(codes)
     assert packed.dtype == torch.uint8 and packed.shape == (256, 1) and packed.unique().numel() == 256
-    assert torch.equal(unpack_int4(packed), codes) and unpack_int4(packed).dtype == torch.int8
-    assert pack_int4(torch.tensor([[-8, 7, 0, -1]], dtype=torch.int8)).tolist() == [[0xF0, 0x78]]
+    assert torch.equal(unpack_integers(packed), codes) and unpack_integers(packed).dtype == torch.int8
+    assert pack_integers(torch.tensor([[-8, 7, 0, -1]], dtype=torch.int8)).tolist() == [[0xF0, 0x78]]
 
 
 def test_the_formula_of_the_layout() -> None:
     """weight = scale * (code - zero * unit), computed here element by element."""
-    for text, unit in (("int8:4:asymmetric", 1.0), ("int4:4:asymmetric", 1 / 16), ("int8:4", 1.0), ("int4:4", 1.0)):
-        quantized = quant_format(text).quantize(normal(2, 8) + 0.7)
-        values = quantized.format.dequantize(quantized)
-        data, scale, *zeros = quantized.tensors.values()
-        for row in range(2):
-            for column in range(8):
-                if text.startswith("int8"):
-                    code = data[row, column].item()
-                else:
-                    code = (int(data[row, column // 2]) >> 4 * (column % 2) & 15) - 8
-                zero = zeros[0][row, column // 4].item() * unit if zeros else 0
-                assert values[row, column].item() == scale[row, column // 4].item() * (code - zero)
+    units = {"int8": 1.0, "int4": 1 / 16, "int3": 1 / 32, "int2": 1 / 64}
+    for name, unit in units.items():
+        for text in (f"{name}:8:asymmetric", f"{name}:8"):
+            _check_formula(text, unit)
+
+
+def _check_formula(text: str, unit: float) -> None:
+    quantized = quant_format(text).quantize(normal(2, 16) + 0.7)
+    values, bits = quantized.format.dequantize(quantized), quantized.format.bits
+    data, scale, *zeros = quantized.tensors.values()
+    for row in range(2):
+        stream = int.from_bytes(bytes(data.view(torch.uint8)[row].tolist()), "little")
+        for column in range(16):
+            code = stream >> bits * column & (1 << bits) - 1
+            code = data[row, column].item() if bits == 8 else code - (1 << bits - 1)
+            zero = zeros[0][row, column // 8].item() * unit if zeros else 0
+            assert values[row, column].item() == scale[row, column // 8].item() * (code - zero)
 
 
 @pytest.mark.parametrize("text", TEXTS)

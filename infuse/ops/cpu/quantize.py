@@ -16,7 +16,7 @@ from infuse.ops.quantize import dequantize, quantize, quantized_like
 from infuse.quant.floating import GRIDS, FloatFormat, positions
 from infuse.quant.format import LARGEST_WEIGHT, QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE
-from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
+from infuse.quant.integer import DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
 from infuse.quant.offset import OffsetFormat
 from infuse.quant.parse import quant_format
 
@@ -26,7 +26,7 @@ COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous
 @quantize.implement("cpu", needs)
 def _quantize(weight: Tensor, format: str) -> list[Tensor]:
     chosen = quant_format(format)
-    if not isinstance(chosen, (IntegerFormat, FloatFormat)) or isinstance(chosen, OffsetFormat):
+    if not isinstance(chosen, (IntegerFormat, FloatFormat)) or isinstance(chosen, OffsetFormat) or chosen.bits < 4:
         return quantize.reference(weight, format)
     if chosen.dtype_of_scales is not SCALE_DTYPE:
         return quantize.reference(weight, format)
@@ -62,5 +62,5 @@ def _candidates(format: IntegerFormat | FloatFormat, length: int) -> Tensor:
     if format.bits == 8:
         return torch.tensor(INT8_LARGEST if format.symmetric else INT8_SPANS, dtype=torch.float32)
     if format.symmetric:
-        return torch.tensor(INT4_DIVISORS, dtype=torch.float32)
+        return torch.tensor(DIVISORS[4], dtype=torch.float32)
     return torch.tensor([(high, (2 - high - low) / 15) for high, low in INT4_ENDS], dtype=torch.float32)

@@ -30,7 +30,7 @@ from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
 SHORT_ACTIVATIONS = 64  # flag added to a code: kShortX in src/binding.h
-UNIT = {8: 4, 4: 8, 6: 16, 5: 32}  # bits → consecutive codes of a row that fill whole words
+UNIT = {8: 4, 4: 8, 6: 16, 5: 32, 2: 16, 3: 32}  # bits → consecutive codes of a row that fill whole words
 
 
 def _declined(format: QuantFormat, inputs: int) -> str | None:

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
-from infuse.quant.integer import pack_int4
+from infuse.quant.integer import pack_integers
 from infuse.weights.coded.buffers import NIBBLES, Kept, Rows, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.patterns import pattern_fault
@@ -342,7 +342,7 @@ def _nibbles(bits: int, inputs: int, words: Tensor) -> Tensor:
     if bits == 4:
         return words.contiguous().view(torch.uint8)
     codes = unpacked(words, bits)[:, : inputs + inputs % 2]
-    return pack_int4(codes.to(torch.int8) - (1 << bits - 1))
+    return pack_integers(codes.to(torch.int8) - (1 << bits - 1))
 
 
 def _bytes(bits: int, words: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.quant.integer import pack_int4
+from infuse.quant.integer import pack_integers
 from infuse.weights.coded.buffers import NIBBLES, Rows, mapped, scale_buffer, without_nan
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, is_single
 from infuse.weights.coded.int4_tensors import PARTS as INT4_PARTS
@@ -191,4 +191,4 @@ def _nibbles(of: FileTensor, codes: Tensor) -> Tensor:
             f"{of.file.path}: {of.name}: has codes {int(codes.amin())} to {int(codes.amax())}; possible, as its "
             f"metadata says 4 bits or less: {NIBBLES[0]} to {NIBBLES[1]}"
         )
-    return pack_int4(codes)
+    return pack_integers(codes)

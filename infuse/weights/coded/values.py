@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infuse.quant.integer import unpack_int4, unpack_nibbles
+from infuse.quant.integer import unpack_integers, unpack_nibbles
 from infuse.quant.microscaling import E2M1
 from infuse.weights.lazy import LazyTensor, Shape, Slices, of_all_axes
 
@@ -64,7 +64,7 @@ def inputs_by_group(groups: Tensor, size: int) -> Tensor | None:
 
 
 def of_int4(data: Tensor) -> Tensor:
-    return unpack_int4(data)
+    return unpack_integers(data)
 
 
 def of_int8(data: Tensor) -> Tensor:

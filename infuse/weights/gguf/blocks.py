@@ -15,8 +15,8 @@ from torch import Tensor
 
 from infuse.native import kernels
 from infuse.quant.floating import pack_fp6
-from infuse.quant.integer import pack_nibbles
 from infuse.quant.microscaling import scales_of_exponents
+from infuse.quant.packing import pack_bits
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf.file import TYPES
 
@@ -29,7 +29,7 @@ FORMATS: Mapping[str, str] = MappingProxyType({
 # Values in a block and bytes of a block of each type.
 _SIZES = MappingProxyType({name: (values, size) for name, values, size in TYPES.values()})
 # In the order of kSplits in ops/cpu/src/binding_blocks.cpp.
-COMPILED = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+COMPILED = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q2_K", "Q3_K")
 
 
 def split_blocks(raw: Tensor, type: str) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ def _two_bits(b_NB: Tensor) -> Tensor:
 
 
 def _q2_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
-    scales = b_NB[:, :16]
-    return pack_nibbles(_two_bits(b_NB[:, 16:80])), torch.cat([b_NB[:, 80:], scales & 15, scales >> 4], dim=-1)
+    codes = _two_bits(b_NB[:, 16:80]).flatten(1)
+    return pack_bits(codes, 2), torch.cat([b_NB[:, 80:], b_NB[:, :16]], dim=-1)
 
 
 def _q3_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,8 @@ def _q3_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat([low & 15, low >> 4], dim=-1)
     scales = scales | torch.cat([(high_of_scale >> shift & 3) << 4 for shift in (0, 2, 4, 6)], dim=-1)
     scales = scales - 32  # int8's bits: uint8 wraps
-    return pack_nibbles(_two_bits(b_NB[:, 32:96]) | high << 2), torch.cat([b_NB[:, 108:], scales], dim=-1)
+    codes = (_two_bits(b_NB[:, 32:96]) | high << 2).flatten(1)
+    return pack_bits(codes, 3), torch.cat([b_NB[:, 108:], scales], dim=-1)
 
 
 def _q6_k(b_NB: Tensor) -> tuple[Tensor, Tensor]:

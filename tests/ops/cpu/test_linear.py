@@ -42,7 +42,7 @@ INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
 FORMATS = (
     "int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric",
     "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row", "int8:32:f16",
-    "int4:32:asymmetric:f16",
+    "int4:32:asymmetric:f16", "int3:32", "int3:96:asymmetric:f16", "int3:row:f32", "int2:16:asymmetric", "int2:96:f16",
 )  # fmt: skip
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
@@ -145,7 +145,8 @@ def test_quantized_is_activated(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric", "fp8:7", "fp8:6", "fp6:12", "fp6:28")
+    "text",
+    ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric", "fp8:7", "fp8:6", "fp6:12", "fp6:28", "int3:16", "int2:8"),
 )
 def test_groups_that_the_kernels_decline(text: str) -> None:
     check_quantized(torch.float32, text, 336, 5)

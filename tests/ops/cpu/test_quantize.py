@@ -139,7 +139,7 @@ def test_values_without_a_code(kind: str, value: float) -> None:
         (torch.zeros(2, 2, 64), "int8"),
         (torch.zeros(2, 64, dtype=torch.int8), "int4"),
         (torch.zeros(2, 65), "int8"),
-        (torch.zeros(2, 64), "int3"),
+        (torch.zeros(2, 64), "int5"),
     ],
 )
 def test_what_the_reference_refuses(weight: Tensor, text: str) -> None:

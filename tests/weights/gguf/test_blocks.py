@@ -64,3 +64,9 @@ def test_our_sizes_of_blocks_are_those_of_the_package():
 
     sizes = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
     assert dict(TYPES) == sizes
+
+
+@pytest.mark.parametrize("type", FORMATS)
+def test_memory_is_about_that_of_the_file(type):
+    stored = random_blocks(type, ROWS, INPUTS).numel()
+    assert quant_format(FORMATS[type]).nbytes(ROWS, INPUTS) <= 1.15 * stored

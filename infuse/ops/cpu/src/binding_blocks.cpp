@@ -102,6 +102,41 @@ void split_q6_k(const uint8_t* from, uint8_t* data, uint8_t* scale) {
     std::memcpy(data, &bytes, 6);
   }
 }
+// Values of two bits, from 64 bytes: byte i of each half has four that are 32 apart.
+void two_bits(const uint8_t* from, uint8_t* codes) {
+  for (int i = 0; i < 256; ++i) codes[i] = from[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+}
+// Eight codes of `bits` bits, one in a byte → one after the other.
+template <int bits>
+uint64_t dense(const uint8_t* codes) {
+  uint64_t packed = 0;
+  for (int i = 0; i < 8; ++i) packed |= uint64_t(codes[i]) << bits * i;
+  return packed;
+}
+void split_q2_k(const uint8_t* from, uint8_t* data, uint8_t* scale) {
+  std::memcpy(scale, from + 80, 4);
+  std::memcpy(scale + 4, from, 16);
+  uint8_t codes[256];
+  two_bits(from + 16, codes);
+  for (int i = 0; i < 32; ++i) {
+    const uint64_t packed = dense<2>(codes + 8 * i);
+    std::memcpy(data + 2 * i, &packed, 2);
+  }
+}
+void split_q3_k(const uint8_t* from, uint8_t* data, uint8_t* scale) {
+  std::memcpy(scale, from + 108, 2);
+  for (int i = 0; i < 16; ++i) {
+    const unsigned low = from[96 + i % 8] >> i / 8 * 4 & 15, high = from[104 + i % 4] >> i / 4 * 2 & 3;
+    scale[2 + i] = uint8_t(int(low | high << 4) - 32);
+  }
+  uint8_t codes[256];
+  two_bits(from + 32, codes);
+  for (int i = 0; i < 256; ++i) codes[i] |= uint8_t((from[i % 32] >> i / 32 & 1) << 2);
+  for (int i = 0; i < 32; ++i) {
+    const uint64_t packed = dense<3>(codes + 8 * i);
+    std::memcpy(data + 3 * i, &packed, 3);
+  }
+}
 void split_iq4_xs(const uint8_t* from, uint8_t* data, uint8_t* scale) {
   std::memcpy(scale, from, 2);
   const unsigned high = from[2] | from[3] << 8;
@@ -128,6 +163,8 @@ constexpr Split kSplits[] = {
     {176, 160, 20, split_q5_k},           // Q5_K
     {210, 192, 18, split_q6_k},           // Q6_K
     {136, 128, 10, split_iq4_xs},         // IQ4_XS
+    {84, 64, 20, split_q2_k},             // Q2_K
+    {110, 96, 18, split_q3_k},            // Q3_K
 };
 
 // Splits rows of blocks, uint8 [rows, blocks * bytes], contiguous in a row, into data and scale [rows, ...], contiguous.

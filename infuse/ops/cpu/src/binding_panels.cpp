@@ -142,6 +142,29 @@ struct NibblesOfWord {
     return spread(x & 0xffffu) | spread(x >> 16) << 4;
   }
 };
+struct WordOfPairs {  // two bits j → bit 2 * (j / 2) + 16 * (j % 2)
+  template <class W>
+  W operator()(W x) const {
+    const auto gathered = [](W even) {
+      even &= 0x33333333u;
+      even = (even | even >> 2) & 0x0f0f0f0fu;
+      even = (even | even >> 4) & 0x00ff00ffu;
+      return (even | even >> 8) & 0xffffu;
+    };
+    return gathered(x) | gathered(x >> 2) << 16;
+  }
+};
+struct PairsOfWord {
+  template <class W>
+  W operator()(W x) const {
+    const auto spread = [](W half) {
+      half = (half | half << 8) & 0x00ff00ffu;
+      half = (half | half << 4) & 0x0f0f0f0fu;
+      return (half | half << 2) & 0x33333333u;
+    };
+    return spread(x & 0xffffu) | spread(x >> 16) << 2;
+  }
+};
 struct MiddleBytesSwapped {
   template <class W>
   W operator()(W x) const {
@@ -179,8 +202,8 @@ Sixes sixes_of_words(const uint32_t* words) {
   return to;
 }
 
-// Calls run(offset of a unit in the rows, offset of its first word in the panels), in bytes, for all rows and all units
-// of `bytes`.
+// Calls run(offset of a unit in the rows, offset of its first word in the panels, row of the panel), in bytes, for all
+// rows and all units of `bytes`.
 template <int64_t bytes, class F>
 void over_units(int64_t rows, int64_t words, const F& run) {
   const int64_t units = words * 4 / bytes;
@@ -189,7 +212,7 @@ void over_units(int64_t rows, int64_t words, const F& run) {
       const int64_t there = std::min(kPanelRows, rows - panel * kPanelRows);
       for (int64_t u = 0; u < units; ++u) {
         for (int64_t r = 0; r < there; ++r) {
-          run(((panel * kPanelRows + r) * units + u) * bytes, ((panel * units + u) * bytes / 4 * kPanelRows + r) * 4);
+          run(((panel * kPanelRows + r) * units + u) * bytes, (panel * units + u) * bytes * kPanelRows + 4 * r, r);
         }
       }
     }
@@ -243,6 +266,33 @@ void unpack_fives(const uint8_t* from, uint8_t* to) {
   put_word(to + 16, bits_of_halves(word_at(from + 4 * kWordBytes)));
 }
 
+// Units of 3-bit codes, 6 bytes of a row and a word and two bytes of a panel, for `row` of the panel.
+void pack_threes(const uint8_t* from, uint8_t* to, int64_t row) {
+  uint64_t codes = 0;
+  std::memcpy(&codes, from, 6);
+  uint32_t word = 0;
+  for (int half = 0; half < 2; ++half) {
+    uint64_t each = codes >> 3 * half & 0x1c71c71c71c7;  // every other code
+    each = (each | each >> 3) & 0x03f03f03f03f;
+    each = (each | each >> 6) & 0xfff000fff;
+    each |= each >> 12;
+    word |= uint32_t((each & 0x7fff) | (each >> 8 & 0x8000)) << 16 * half;
+    to[kWordBytes - 2 * row + half] = uint8_t(each >> 15);
+  }
+  put_word(to, word);
+}
+void unpack_threes(const uint8_t* from, uint8_t* to, int64_t row) {
+  uint64_t codes = 0;
+  for (int half = 0; half < 2; ++half) {
+    const uint64_t word = word_at(from) >> 16 * half & 0xffff, last = from[kWordBytes - 2 * row + half];
+    uint64_t each = (word & 0x7fff) | last << 15 | (word & 0x8000) << 8;
+    each = (each | each << 12) & 0xfff000fff;
+    each = (each | each << 6) & 0x03f03f03f03f;
+    codes |= ((each | each << 3) & 0x1c71c71c71c7) << 3 * half;
+  }
+  std::memcpy(to, &codes, 6);
+}
+
 // Moves all words between rows, `row_bytes` long, and panels. TO_PANELS: from the rows; otherwise from the panels.
 template <bool TO_PANELS, class F>
 void move_words(const uint8_t* from, uint8_t* to, int64_t rows, int64_t words, const F& change) {
@@ -280,11 +330,19 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
   const Code coding = format_of(code).code;
   if (coding == Code::five) {
-    over_units<20>(data.size(0), to.size(1), [&](int64_t row, int64_t panel) { pack_fives(from + row, into + panel); });
+    over_units<20>(data.size(0), to.size(1), [&](int64_t row, int64_t panel, int64_t) {
+      pack_fives(from + row, into + panel);
+    });
+    return true;
+  }
+  if (coding == Code::three) {
+    over_units<6>(data.size(0), to.size(1), [&](int64_t row, int64_t panel, int64_t r) {
+      pack_threes(from + row, into + panel, r);
+    });
     return true;
   }
   if (bits_of(coding) == 6) {
-    over_units<12>(data.size(0), to.size(1), [&](int64_t row, int64_t panel) {
+    over_units<12>(data.size(0), to.size(1), [&](int64_t row, int64_t panel, int64_t) {
       const uint64_t a = word_at(from + row), b = word_at(from + row + 4), c = word_at(from + row + 8);
       uint32_t words[3];
       words_of_sixes({a | (b & 0xffff) << 32, b >> 16 | c << 16}, words);
@@ -295,6 +353,10 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
   const int64_t rows = data.size(0), words = to.size(1);
   if (is_nibble(coding)) {
     move_words<true>(from, into, rows, words, WordOfNibbles());
+    return true;
+  }
+  if (coding == Code::two) {
+    move_words<true>(from, into, rows, words, WordOfPairs());
     return true;
   }
   move_words<true>(from, into, rows, words, MiddleBytesSwapped());
@@ -313,11 +375,19 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
   const Code coding = format_of(code).code;
   if (coding == Code::five) {
-    over_units<20>(to.size(0), data.size(1), [&](int64_t row, int64_t panel) { unpack_fives(from + panel, into + row); });
+    over_units<20>(to.size(0), data.size(1), [&](int64_t row, int64_t panel, int64_t) {
+      unpack_fives(from + panel, into + row);
+    });
+    return;
+  }
+  if (coding == Code::three) {
+    over_units<6>(to.size(0), data.size(1), [&](int64_t row, int64_t panel, int64_t r) {
+      unpack_threes(from + panel, into + row, r);
+    });
     return;
   }
   if (bits_of(coding) == 6) {
-    over_units<12>(to.size(0), data.size(1), [&](int64_t row, int64_t panel) {
+    over_units<12>(to.size(0), data.size(1), [&](int64_t row, int64_t panel, int64_t) {
       uint32_t words[3];
       for (int w = 0; w < 3; ++w) words[w] = word_at(from + panel + w * kWordBytes);
       const Sixes codes = sixes_of_words(words);
@@ -330,6 +400,8 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
   const int64_t rows = to.size(0), words = data.size(1);
   if (is_nibble(coding)) {
     move_words<false>(from, into, rows, words, NibblesOfWord());
+  } else if (coding == Code::two) {
+    move_words<false>(from, into, rows, words, PairsOfWord());
   } else {
     move_words<false>(from, into, rows, words, MiddleBytesSwapped());
   }

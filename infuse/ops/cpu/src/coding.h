@@ -1,7 +1,7 @@
 // What kernels know of a code of quantized weights: one struct for each. panels.h has the order of codes in a word.
 //
 //   bits             of a code
-//   words, unit      32-bit words of a unit, and codes in it
+//   unit, words      codes of a unit, and its 32-bit words; three has a word and a half
 //   zero_unit        one unit of `zero`, in steps of the scale
 //   moved            integer codes are multiplied as unsigned: this is added to them, and `moved` times the sum of x is
 //                    subtracted from the result
@@ -9,7 +9,7 @@
 //   values(words, j) the values of code j of Vec::width rows
 //   pair(words, p)   pair `p` of each row as exact bf16 (with AVX-512; not for int8 and real4)
 //
-// Codings with a table hold it: they are made from the arguments of a product.
+// Codings with a table hold it: they are made from the arguments of a product, for Vec::width rows from `lane` on.
 #pragma once
 
 #include <type_traits>
@@ -33,16 +33,16 @@ struct Words {
 
 constexpr int bit_of(int bits, int j) { return bits * (j / 2) + 16 * (j % 2); }
 
-template <int width, int count>
+template <int width, int codes>
 struct Units {
-  static constexpr int bits = width, words = count, unit = 32 * count / width;
+  static constexpr int bits = width, unit = codes, words = (width * codes + 31) / 32;
   static constexpr float zero_unit = 1;
 };
 
 // A coding without a table.
 struct Fixed {
   Fixed() = default;
-  explicit Fixed(const LinearArgs&) {}
+  explicit Fixed(const LinearArgs&, int = 0) {}
 };
 
 // One code after the other, without vector instructions.
@@ -80,7 +80,7 @@ template <Code C>
 struct Coding;
 
 template <>
-struct Coding<Code::int8> : Units<8, 1>, Fixed {
+struct Coding<Code::int8> : Units<8, 4>, Fixed {
   using Fixed::Fixed;
   static constexpr int moved = 128;
   static float value(const uint32_t* words, int j) { return float(int8_t(words[0] >> bit_of(8, j))); }
@@ -96,7 +96,7 @@ struct Coding<Code::int8> : Units<8, 1>, Fixed {
 };
 
 template <>
-struct Coding<Code::int4> : Units<4, 1>, Fixed {
+struct Coding<Code::int4> : Units<4, 8>, Fixed {
   using Fixed::Fixed;
   static constexpr float zero_unit = 1.0f / 16;
   static constexpr int moved = 8;
@@ -125,8 +125,8 @@ struct Coding<Code::int4> : Units<4, 1>, Fixed {
 
 // Codes of four bits with a table of values.
 template <>
-struct Coding<Code::real4> : Units<4, 1> {
-  explicit Coding(const LinearArgs& a) : table(a.values) {
+struct Coding<Code::real4> : Units<4, 8> {
+  explicit Coding(const LinearArgs& a, int = 0) : table(a.values) {
 #if defined(__AVX512F__)
     in_lanes = _mm512_loadu_ps(table);
 #elif defined(__AVX2__)
@@ -157,7 +157,7 @@ struct Coding<Code::real4> : Units<4, 1> {
 // The same, with values that bf16 holds.
 template <>
 struct Coding<Code::nibble> : Coding<Code::real4> {
-  explicit Coding(const LinearArgs& a) : Coding<Code::real4>(a) {
+  explicit Coding(const LinearArgs& a, int = 0) : Coding<Code::real4>(a) {
 #if defined(__AVX512F__)  // twice: the permutation reads five bits of its index, and the highest belongs to the next code
     const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(in_lanes), 16));
     pairs = _mm512_broadcast_i64x4(halves);
@@ -173,7 +173,7 @@ struct Coding<Code::nibble> : Coding<Code::real4> {
 };
 
 template <>
-struct Coding<Code::fp8> : Units<8, 1>, Fixed {
+struct Coding<Code::fp8> : Units<8, 4>, Fixed {
   using Fixed::Fixed;
   static float value(const uint32_t* words, int j) { return kFp8[words[0] >> bit_of(8, j) & 255]; }
   [[gnu::always_inline]] static Vec values(const Words* words, int j) {
@@ -191,7 +191,7 @@ struct Coding<Code::fp8> : Units<8, 1>, Fixed {
 };
 
 template <>
-struct Coding<Code::fp6> : Units<6, 3>, Fixed {
+struct Coding<Code::fp6> : Units<6, 16>, Fixed {
   using Fixed::Fixed;
   static float value(const uint32_t* words, int j) {
     const int p = j / 2, half = 16 * (j % 2);
@@ -217,25 +217,93 @@ struct Coding<Code::fp6> : Units<6, 3>, Fixed {
 #endif
 };
 
-// Integers of five and six bits, less an offset.
-template <int bits, int count>
-struct Offset : Units<bits, count> {
-  explicit Offset(const LinearArgs& a) : offset(a.values[0]) {
+// Integers less an offset. Tables of short codes repeat, since permutations read more bits of their index.
+template <int bits, int codes>
+struct Offset : Units<bits, codes> {
+  static constexpr float zero_unit = float(1 << bits) / 256;
+  explicit Offset(const LinearArgs& a, int lane = 0) : offset(a.values[0]), lane(lane) {
 #if defined(__AVX512F__)
-    alignas(64) uint16_t of[1 << bits];
-    for (int code = 0; code < 1 << bits; ++code) of[code] = bf16_bits(float(code) + offset);
-    for (int half = 0; half < (1 << bits) / 32; ++half) pairs[half] = _mm512_load_si512(of + 32 * half);
+    alignas(64) uint16_t of[32 * registers];
+    for (int i = 0; i < 32 * registers; ++i) of[i] = bf16_bits(float(i % (1 << bits)) + offset);
+    for (int half = 0; half < registers; ++half) pairs[half] = _mm512_load_si512(of + 32 * half);
+#elif defined(__AVX2__)
+    alignas(32) float of[8];
+    for (int i = 0; i < 8; ++i) of[i] = float(i % (1 << bits)) + offset;
+    shorts = _mm256_load_ps(of);
 #endif
   }
 
   float offset;
+  int lane;
 #if defined(__AVX512F__)
-  __m512i pairs[(1 << bits) / 32];
+  static constexpr int registers = bits > 5 ? 2 : 1;
+  __m512i pairs[registers];
+#elif defined(__AVX2__)
+  __m256 shorts;  // of codes of up to three bits
 #endif
 };
 
 template <>
-struct Coding<Code::five> : Offset<5, 5> {
+struct Coding<Code::two> : Offset<2, 16> {
+  using Offset::Offset;
+  float value(const uint32_t* words, int j) const { return float(words[0] >> bit_of(2, j) & 3) + offset; }
+  [[gnu::always_inline]] Vec values(const Words* words, int j) const {
+#if defined(__AVX512F__)
+    return half_of(pair(words, j / 2), j);
+#elif defined(__AVX2__)
+    return _mm256_permutevar8x32_ps(shorts, _mm256_srli_epi32(words[0], bit_of(2, j)));
+#else
+    return values_by_row(*this, words, j);
+#endif
+  }
+#if defined(__AVX512F__)
+  [[gnu::always_inline]] __m512i pair(const Words* words, int p) const {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words[0], unsigned(2 * p)), pairs[0]);
+  }
+#endif
+};
+
+template <>
+struct Coding<Code::three> : Offset<3, 16> {
+  using Offset::Offset;
+  float value(const uint32_t* words, int j) const {
+    const int p = j / 2, half = 16 * (j % 2);
+    if (p == 7) return float((words[1] >> (6 + half) & 3) | (words[0] >> (13 + half) & 4)) + offset;
+    return float((p < 5 ? words[0] >> (3 * p + half) : words[1] >> (3 * (p - 5) + half)) & 7) + offset;
+  }
+  [[gnu::always_inline]] Vec values(const Words* words, int j) const {
+#if defined(__AVX512F__)
+    return half_of(pair(words, j / 2), j);
+#elif defined(__AVX2__)
+    const int p = j / 2, half = 16 * (j % 2);
+    __m256i code;
+    if (p < 7) {
+      code = p < 5 ? _mm256_srli_epi32(words[0], 3 * p + half) : _mm256_srli_epi32(words[1], 3 * (p - 5) + half);
+    } else {
+      const __m256i lower = _mm256_and_si256(_mm256_srli_epi32(words[1], 6 + half), _mm256_set1_epi32(3));
+      code = _mm256_or_si256(lower, _mm256_and_si256(_mm256_srli_epi32(words[0], 13 + half), _mm256_set1_epi32(4)));
+    }
+    return _mm256_permutevar8x32_ps(shorts, code);
+#else
+    return values_by_row(*this, words, j);
+#endif
+  }
+#if defined(__AVX512F__)
+  [[gnu::always_inline]] __m512i pair(const Words* words, int p) const {
+    __m512i code;
+    if (p < 7) {
+      code = p < 5 ? _mm512_srli_epi16(words[0], unsigned(3 * p)) : _mm512_srli_epi16(words[1], unsigned(3 * (p - 5)));
+    } else {
+      const __m512i lower = _mm512_srli_epi16(words[1], 6), highest = _mm512_srli_epi16(words[0], 13);
+      code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), lower, highest, 0xca);
+    }
+    return _mm512_permutexvar_epi16(code, pairs[0]);
+  }
+#endif
+};
+
+template <>
+struct Coding<Code::five> : Offset<5, 32> {
   using Offset::Offset;
   float value(const uint32_t* words, int j) const {
     const uint32_t lower = words[j / 8] >> bit_of(4, j % 8) & 15, highest = words[4] >> (j / 2 + 16 * (j % 2)) & 1;
@@ -265,7 +333,7 @@ struct Coding<Code::five> : Offset<5, 5> {
 };
 
 template <>
-struct Coding<Code::six> : Offset<6, 3> {
+struct Coding<Code::six> : Offset<6, 16> {
   using Offset::Offset;
   float value(const uint32_t* words, int j) const {
     const int p = j / 2, half = 16 * (j % 2);
@@ -309,6 +377,8 @@ auto with_code(Code code, const F& run) {
     case Code::fp6: return run(CodeOf<Code::fp6>());
     case Code::nibble: return run(CodeOf<Code::nibble>());
     case Code::real4: return run(CodeOf<Code::real4>());
+    case Code::two: return run(CodeOf<Code::two>());
+    case Code::three: return run(CodeOf<Code::three>());
     case Code::five: return run(CodeOf<Code::five>());
     default: return run(CodeOf<Code::six>());
   }

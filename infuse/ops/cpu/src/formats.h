@@ -1,7 +1,8 @@
 // The formats of infuse/quant as kernels see them, one row for each.
 //
 // Scales in blocks: those of a block of a panel lie together, field by field, each [count][16 rows] of it. A group's
-// scale is d * sc, or d; its shift is dmin * mn, or -m, or 0. infuse/quant/blocks.py defines the fields.
+// scale is d * sc, or d; its shift is dmin * mn, or -m, or 0. nibbles: a byte holds sc and, above it, mn.
+// infuse/quant/blocks.py defines the fields.
 #pragma once
 
 #include <array>
@@ -11,7 +12,7 @@
 
 namespace infuse {
 
-enum class Factor { none, i8, e4m3 };  // the type of sc; unsigned ones are below 128
+enum class Factor { none, i8, nibbles, e4m3 };  // the type of sc; unsigned ones are below 128
 
 // Bytes of fields are those of one row.
 struct BlockLayout {
@@ -25,7 +26,7 @@ struct BlockLayout {
   constexpr int factors() const { return factor == Factor::none ? 0 : groups(); }
   // Where sc begins, and where mn does.
   constexpr int sc_at() const { return d_bytes() + (shifts ? 2 : 0); }
-  constexpr int mn_at() const { return sc_at() + factors(); }
+  constexpr int mn_at() const { return sc_at() + (factor == Factor::nibbles ? 0 : factors()); }
   constexpr int bytes() const { return mn_at() + (shifts ? factors() : 0); }
 };
 
@@ -38,7 +39,6 @@ struct Format {
 
 // Tables of 16 values.
 inline constexpr float kUnsigned4[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-inline constexpr float kLessFour[] = {-4, -3, -2, -1, 0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0};
 inline constexpr float kE2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
 inline constexpr float kIq4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 inline constexpr float kNf4[] = {
@@ -47,7 +47,7 @@ inline constexpr float kNf4[] = {
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0};
 inline constexpr float kFp4[] = {0, 0.0625 / 12, 8.0 / 12, 1, 4.0 / 12, 0.5, 2.0 / 12, 0.25,
                                  -0.0f, -0.0625 / 12, -8.0 / 12, -1, -4.0 / 12, -0.5, -2.0 / 12, -0.25};
-inline constexpr float kZero[] = {0}, kLess16[] = {-16}, kLess32[] = {-32};
+inline constexpr float kZero[] = {0}, kLess2[] = {-2}, kLess4[] = {-4}, kLess16[] = {-16}, kLess32[] = {-32};
 
 // In the order of CODES in infuse/native/__init__.py.
 inline constexpr Format kFormats[] = {
@@ -62,13 +62,15 @@ inline constexpr Format kFormats[] = {
     {Code::five, kLess16, true, {32, 32, false, Factor::none, false}},       // q5_0
     {Code::five, kZero, true, {32, 32, false, Factor::none, true}},          // q5_1
     {Code::nibble, kIq4, true, {32, 32, false, Factor::none, false}},        // iq4_nl
-    {Code::nibble, kUnsigned4, true, {256, 16, false, Factor::i8, true}},    // q2_k
-    {Code::nibble, kLessFour, true, {256, 16, false, Factor::i8, false}},    // q3_k
+    {Code::two, kZero, true, {256, 16, false, Factor::nibbles, true}},       // q2_k
+    {Code::three, kLess4, true, {256, 16, false, Factor::i8, false}},        // q3_k
     {Code::nibble, kUnsigned4, true, {256, 32, false, Factor::i8, true}},    // q4_k
     {Code::five, kZero, true, {256, 32, false, Factor::i8, true}},           // q5_k
     {Code::six, kLess32, true, {256, 16, false, Factor::i8, false}},         // q6_k
     {Code::nibble, kIq4, true, {256, 32, false, Factor::i8, false}},         // iq4_xs
     {Code::nibble, kE2m1, true, {64, 16, true, Factor::e4m3, false}},        // nvfp4
+    {Code::two, kLess2, false, {}},    // int2
+    {Code::three, kLess4, false, {}},  // int3
 };
 
 }  // namespace infuse

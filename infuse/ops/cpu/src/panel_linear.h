@@ -50,14 +50,13 @@ struct PanelRow {
   const Coding<C> coding;
   const Scales scales;
   const int64_t panel;
-  const int lane, in_register;
+  const int row, lane, in_register;
   const uint8_t* codes;
 
   PanelRow(const LinearArgs& a, int64_t o)
-      : a(a), coding(a), scales(a), panel(o / kPanelRows), lane(int(o % kPanelRows) / Vec::width * Vec::width),
-        in_register(int(o % kPanelRows) % Vec::width),
-        codes(static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> +
-              4 * (o % kPanelRows)) {}
+      : a(a), coding(a), scales(a), panel(o / kPanelRows), row(int(o % kPanelRows)),
+        lane(row / Vec::width * Vec::width), in_register(row % Vec::width),
+        codes(static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C>) {}
 
   // Calls run(input, value) for all inputs.
   template <class F>
@@ -82,8 +81,9 @@ struct PanelRow {
   }
   float code(int64_t i) const {
     uint32_t words[Coding<C>::words];
-    for (int w = 0; w < Coding<C>::words; ++w) std::memcpy(words + w,
-        codes + i / kUnit<C> * kUnitBytes<C> + w * kWordBytes, 4);
+    const uint8_t* p = codes + i / kUnit<C> * kUnitBytes<C>;
+    for (int w = 0; w < kWholeWords<C>; ++w, p += kWordBytes) std::memcpy(words + w, p + 4 * row, 4);
+    if constexpr (kWholeWords<C> < Coding<C>::words) words[kWholeWords<C>] = p[2 * row] | p[2 * row + 1] << 16;
     return coding.value(words, int(i % kUnit<C>));
   }
 };
@@ -93,15 +93,15 @@ template <class T, Code C>
 void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const Scales scales(a);
-  const Coding<C> coding(a);
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
     for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
+      const Coding<C> coding(a, lane);
       const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
       const int64_t o = panel * kPanelRows + lane;
       for (int64_t u = 0; u < units; ++u, p += kUnitBytes<C>) {
         const OfGroup group = group_of(a, scales, panel, u / in_group, lane, Coding<C>::zero_unit);
         alignas(64) float value[kUnit<C>][Vec::width];
-        const Unit<C> d = load_unit<C>(p);
+        const Unit<C> d = load_unit<C>(coding, p);
         for (int j = 0; j < kUnit<C>; ++j) {
           store(value[j], group.value_of_reference(coding.values(d.words, j)), Vec::width);
         }
@@ -183,9 +183,9 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups, at_once = blocks ? kExpanded : a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
-  const Coding<C> coding(a);
   alignas(64) float room[blocks ? 2 : 1][blocks ? kExpanded * Vec::width : 1];
   for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
+    const Coding<C> coding(a, lane);
     const int64_t o = panel * kPanelRows + lane;
     const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
     if (count <= 0) return;
@@ -230,20 +230,38 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   }
 }
 
-// The same with scales in blocks: one for each, or also bytes for its groups. Bytes are multiplied with the sums of their
-// groups, and a block's sum with its scale.
-template <class T, Code C, int R, bool bytes>
+// Subtracts a block's shifts from R rows; `sums` of x are those of the block's groups, `step` apart for each row. Its own
+// function, since the compiler otherwise keeps sums of products in memory: 1.2 times as long with 4 rows.
+template <Factor F, int R>
+[[gnu::noinline]] void subtract_shifts(const BlockLayout& layout, const uint8_t* block, int lane, const float* sums,
+                                       int64_t step, Vec* from) {
+  const auto least = F == Factor::nibbles ? load_nibbles<4> : load_bytes;
+  const uint8_t* mn = block + layout.mn_at() * kPanelRows + lane;
+  Vec shifts[R];
+  for (int i = 0; i < layout.groups(); ++i, mn += kPanelRows) {
+    const Vec shift = least(mn);
+    for (int r = 0; r < R; ++r) shifts[r] = fma(shift, Vec(sums[r * step + i]), shifts[r]);
+  }
+  const Vec low = load(reinterpret_cast<const f16*>(block + layout.d_bytes() * kPanelRows) + lane, Vec::width);
+  for (int r = 0; r < R; ++r) from[r] = fma(Vec() - low, shifts[r], from[r]);
+}
+
+// The same with scales in blocks: one for each, or also factors for its groups. Factors are multiplied with the sums of
+// their groups, and a block's sum with its scale.
+template <class T, Code C, int R, Factor F>
 void block_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
+  constexpr bool factors = F != Factor::none;
+  const auto factor = F == Factor::nibbles ? load_nibbles<0> : load_bytes;
   constexpr int ahead = R == 1 ? kAhead : kFarAhead;
   const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
   const BlockLayout& layout = *a.blocks;
-  const int in_block = bytes ? layout.groups() : 1;
+  const int in_block = factors ? layout.groups() : 1;
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const int64_t row_bytes = kPanelRows, block_bytes = layout.bytes() * row_bytes;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
-  const Coding<C> coding(a);
   for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
+    const Coding<C> coding(a, lane);
     const int64_t o = panel * kPanelRows + lane;
     const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
     if (count <= 0) return;
@@ -254,32 +272,25 @@ void block_rows(const LinearArgs& a, int64_t panel, int64_t first) {
     for (int64_t g = 0; g < a.groups; g += in_block, block += block_bytes) {
       const Vec d = load(reinterpret_cast<const f16*>(block) + lane, Vec::width);
       if (layout.shifts) {
-        const Vec low = load(reinterpret_cast<const f16*>(block + layout.d_bytes() * row_bytes) + lane, Vec::width);
-        const auto* mn = reinterpret_cast<const int8_t*>(block + layout.mn_at() * row_bytes) + lane;
-        for (int r = 0; r < R; ++r) {
-          if constexpr (bytes) {
-            Vec sum;
-            for (int i = 0; i < in_block; ++i) {
-              sum = fma(load_zeros(mn + i * row_bytes), Vec(sums[r * a.groups + g + i]), sum);
-            }
-            acc[r] = fma(Vec() - low, sum, acc[r]);
-          } else {
-            acc[r] = fma(low, Vec(sums[r * a.groups + g]), acc[r]);
-          }
+        if constexpr (factors) {
+          subtract_shifts<F, R>(layout, block, lane, sums + g, a.groups, acc);
+        } else {
+          const Vec low = load(reinterpret_cast<const f16*>(block + layout.d_bytes() * row_bytes) + lane, Vec::width);
+          for (int r = 0; r < R; ++r) acc[r] = fma(low, Vec(sums[r * a.groups + g]), acc[r]);
         }
       }
-      const auto* sc = reinterpret_cast<const int8_t*>(block + layout.sc_at() * row_bytes) + lane;
+      const uint8_t* sc = block + layout.sc_at() * row_bytes + lane;
       Vec made[R];
       for (int i = 0; i < in_block; ++i, sc += row_bytes) {
-        typename P::template Sums<R> sums_of_group(x);
+        typename P::template Sums<R, kUnit<C> == 16 ? 2 : 4> sums_of_group(x);
         for (int64_t u = 0; u < in_group; ++u, p += kUnitBytes<C>) {
           prefetch_unit<C>(p + ahead, into);
           sums_of_group.template add<1>(coding, p, x);
         }
-        const Vec scale = bytes ? load_zeros(sc) : d;
+        const Vec scale = factors ? factor(sc) : d;
         for (int r = 0; r < R; ++r) made[r] = fma(sums_of_group.total(r), scale, made[r]);
       }
-      for (int r = 0; r < R; ++r) acc[r] = bytes ? fma(made[r], d, acc[r]) : acc[r] + made[r];
+      for (int r = 0; r < R; ++r) acc[r] = factors ? fma(made[r], d, acc[r]) : acc[r] + made[r];
     }
     for (int r = 0; r < R; ++r) finish<T, C>(a, acc[r], o, count, first + r);
   }
@@ -309,13 +320,18 @@ template <class T, Code C, int R>
 void rows_of_panel(const LinearArgs& a, int64_t panel, int64_t first) {
   const bool bytes = a.blocks && a.blocks->factor == Factor::i8, one = a.blocks && a.blocks->factor == Factor::none;
   if constexpr (C == Code::six) {
-    block_rows<T, C, R, true>(a, panel, first);
+    block_rows<T, C, R, Factor::i8>(a, panel, first);
   } else if constexpr (C == Code::five) {
-    bytes ? block_rows<T, C, R, true>(a, panel, first) : block_rows<T, C, R, false>(a, panel, first);
+    bytes ? block_rows<T, C, R, Factor::i8>(a, panel, first) : block_rows<T, C, R, Factor::none>(a, panel, first);
   } else {
+    if constexpr (C == Code::two) {
+      if (a.blocks) return block_rows<T, C, R, Factor::nibbles>(a, panel, first);
+    }
+    if constexpr (C == Code::three || C == Code::nibble) {
+      if (bytes) return block_rows<T, C, R, Factor::i8>(a, panel, first);
+    }
     if constexpr (C == Code::nibble) {
-      if (bytes) return block_rows<T, C, R, true>(a, panel, first);
-      if (one) return block_rows<T, C, R, false>(a, panel, first);
+      if (one) return block_rows<T, C, R, Factor::none>(a, panel, first);
     }
     with_scales<C>(a, [&](auto* scale) {
       few_rows<T, C, R, std::remove_pointer_t<decltype(scale)>>(a, panel, first);

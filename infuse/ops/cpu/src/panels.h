@@ -1,14 +1,18 @@
 // Quantized weights in panels: 16 rows of a weight are interleaved, so that a register holds the same position of all.
 //
 //   panel of 16 rows → [inputs / unit][words][16 rows] 32-bit words; a unit is one word of 4 codes of 8 bits or of
-//                      8 codes of 4 bits, three words of 16 codes of 6 bits, or five of 32 codes of 5 bits
+//                      8 codes of 4 bits, or 16 of 2; three words of 16 codes of 6 bits, five of 32 codes of 5 bits,
+//                      or a word and a half of 16 codes of 3 bits: [16 rows] words, then [16 rows] of two bytes
 //   codes of a unit  → codes j (even) and j + 1 are at the same bits of the two halves of a word:
-//                      8 and 4 bits   code j at bit  bits * (j / 2) + 16 * (j % 2)
+//                      8, 4, 2 bits   code j at bit  bits * (j / 2) + 16 * (j % 2)
 //                      6 bits         pairs 0 and 1, 2 and 3, 4 and 5 at bits 0 and 6 of the halves of words 0, 1, 2;
 //                                     the upper four bits of words 0 and 1 hold the lower bits of pairs 6 and 7, whose
 //                                     upper two bits are at bits 12 and 14 of word 2
 //                      5 bits         the lower four in words 0 to 3 as codes of 4 bits; the highest of pair p at bit p
 //                                     of the halves of word 4
+//                      3 bits         pairs 0 to 4 from bit 0 of the halves of the word, 5 and 6 from bit 0 of the two
+//                                     bytes, whose bits 6 and 7 are the lower ones of pair 7; its highest is at bit 15
+//                                     of the halves
 //   scale, zero, offset → [panel][group][16 rows]; in blocks (formats.h): [panel][block][bytes of a field][16 rows]
 //
 // Rows beyond the last one have scale 0. No sum crosses a register's lanes, and a thread reads one stream.
@@ -26,12 +30,18 @@ constexpr int kWordBytes = 4 * kPanelRows;
 template <Code C>
 constexpr int kUnit = Coding<C>::unit;  // codes in a unit
 template <Code C>
-constexpr int kUnitBytes = kWordBytes * Coding<C>::words;
+constexpr int kUnitBytes = kPanelRows * Coding<C>::unit * Coding<C>::bits / 8;
+// Whole words of a unit.
+template <Code C>
+constexpr int kWholeWords = kUnitBytes<C> / kWordBytes;
 
-// Loads the words of `width` rows.
+// Loads the words of `width` rows, or their halves: two bytes of a row become a word, with one in each half.
 #if defined(__AVX512F__)
 
 inline Words load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Words load_halves(const uint8_t* p) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 inline Vec load_zeros(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
@@ -39,6 +49,9 @@ inline Vec load_zeros(const int8_t* p) {
 #elif defined(__AVX2__)
 
 inline Words load_words(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline Words load_halves(const uint8_t* p) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline Vec load_zeros(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
@@ -48,6 +61,11 @@ inline Vec load_zeros(const int8_t* p) {
 inline Words load_words(const uint8_t* p) {
   Words d;
   std::memcpy(&d, p, sizeof d);
+  return d;
+}
+inline Words load_halves(const uint8_t* p) {
+  Words d;
+  for (int i = 0; i < Vec::width; ++i) d.lane[i] = p[2 * i] | uint32_t(p[2 * i + 1]) << 16;
   return d;
 }
 inline Vec load_zeros(const int8_t* p) {
@@ -62,15 +80,19 @@ template <Code C>
 struct Unit {
   Words words[Coding<C>::words];
 };
+// p: the words of the first row of the coding's.
 template <Code C>
-[[gnu::always_inline]] inline Unit<C> load_unit(const uint8_t* p) {
+[[gnu::always_inline]] inline Unit<C> load_unit(const Coding<C>& coding, const uint8_t* p) {
   Unit<C> d;
-  for (int w = 0; w < Coding<C>::words; ++w) d.words[w] = load_words(p + w * kWordBytes);
+  for (int w = 0; w < kWholeWords<C>; ++w) d.words[w] = load_words(p + w * kWordBytes);
+  if constexpr (kWholeWords<C> < Coding<C>::words) {
+    d.words[kWholeWords<C>] = load_halves(p + kWholeWords<C> * kWordBytes - 2 * coding.lane);
+  }
   return d;
 }
 template <Code C>
 [[gnu::always_inline]] inline void prefetch_unit(const uint8_t* p, Into into = Into::outer) {
-  for (int w = 0; w < Coding<C>::words; ++w) prefetch(p + w * kWordBytes, into);
+  for (int at = 0; at < kUnitBytes<C>; at += kWordBytes) prefetch(p + at, into);
 }
 
 // Scales as float that are not in blocks, of any type that they may have.
@@ -146,6 +168,24 @@ inline Vec load_e4m3(const uint8_t* p) {
 #endif
 }
 
+// The numbers of groups, of Vec::width rows: bytes, or the low or the high nibbles of bytes.
+inline Vec load_bytes(const uint8_t* p) { return load_zeros(reinterpret_cast<const int8_t*>(p)); }
+template <int shift>
+inline Vec load_nibbles(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, shift), values);  // reads only the lowest four bits
+#elif defined(__AVX2__)
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtepi32_ps(shift ? _mm256_srli_epi32(bytes, 4) : _mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+#else
+  Vec r;
+  for (int i = 0; i < Vec::width; ++i) r.v[i] = float(p[i] >> shift & 15);
+  return r;
+#endif
+}
+
 // A block's numbers of Vec::width rows of a panel, from `lane` on.
 struct OfBlock {
   const BlockLayout& layout;
@@ -162,12 +202,14 @@ struct OfBlock {
   }
   Vec scale(int group) const {
     const uint8_t* sc = at + (layout.sc_at() + group) * kPanelRows + lane;
-    if (layout.factor == Factor::i8) return d * load_zeros(reinterpret_cast<const int8_t*>(sc));
+    if (layout.factor == Factor::i8) return d * load_bytes(sc);
+    if (layout.factor == Factor::nibbles) return d * load_nibbles<0>(sc);
     return layout.factor == Factor::e4m3 ? d * load_e4m3(sc) : d;
   }
   Vec shift(int group) const {
     if (layout.factor == Factor::none) return Vec() - low;
-    return low * load_zeros(reinterpret_cast<const int8_t*>(at + (layout.mn_at() + group) * kPanelRows + lane));
+    const uint8_t* mn = at + (layout.mn_at() + group) * kPanelRows + lane;
+    return low * (layout.factor == Factor::nibbles ? load_nibbles<4>(mn) : load_bytes(mn));
   }
 };
 

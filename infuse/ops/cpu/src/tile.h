@@ -54,7 +54,7 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int6
     const OfGroup group = group_of(a, scales, panel, g, 0, Coding<C>::zero_unit);
     for (; u < stop; ++u, p += kUnitBytes<C>) {
       prefetch_unit<C>(p + kAhead);
-      const Unit<C> d = load_unit<C>(p);
+      const Unit<C> d = load_unit<C>(coding, p);
 #pragma GCC unroll 4
       for (int j = 0; j < kUnit<C>; j += 2, to += 2 / kInWord<T> * kTileOutputs) {
         const Vec even = coding.values(d.words, j), odd = coding.values(d.words, j + 1);

@@ -50,18 +50,20 @@ void arrange_chunks(const LinearArgs& a, int64_t row, int R, int64_t begin, int6
   });
 }
 
-// Parallel sums per row, so that no product waits for the previous one: 8 to 20 in total, as registers allow.
-constexpr int sum_chains(int R) {
+// Parallel sums per row, so that no product waits for the previous one: 8 to 20 in total, as registers allow. `most`:
+// fewer for groups so short that the next one's products fill the waiting time, and adding up the sums costs more.
+constexpr int sum_chains(int R, int most) {
 #if defined(__AVX512F__)
-  return R <= 4 ? 4 : R <= 10 ? 2 : 1;
+  const int chains = R <= 4 ? 4 : R <= 10 ? 2 : 1;
 #else
-  return R >= 4 ? 1 : 4 / R;
+  const int chains = R >= 4 ? 1 : 4 / R;
 #endif
+  return chains < most ? chains : most;
 }
 
-template <int R>
+template <int R, int most>
 struct FloatSums {
-  static constexpr int chains = sum_chains(R);
+  static constexpr int chains = sum_chains(R, most);
   Vec partial[chains][R];
 
   Vec total(int r) const {
@@ -84,13 +86,13 @@ struct RealDot {
       for (int64_t i = begin * length; i < end * length; ++i) to[i * R + r] = widen(x[i]);
     }
   }
-  template <int R>
-  struct Sums : FloatSums<R> {
+  template <int R, int most = 4>
+  struct Sums : FloatSums<R, most> {
     static constexpr int units = 1;  // best number of units to add at once
     explicit Sums(const X*&) {}
     template <int U>
     [[gnu::always_inline]] void add(const Coding<C>& coding, const uint8_t* p, const X*& x) {
-      const Unit<C> d = load_unit<C>(p);
+      const Unit<C> d = load_unit<C>(coding, p);
 #pragma GCC unroll 32
       for (int j = 0; j < kUnit<C>; ++j) {
         const Vec w = coding.values(d.words, j);
@@ -126,13 +128,13 @@ struct UnitDot<bf16, C> {
       for (int p = 0; p < pairs; ++p) _mm512_mask_storeu_ps(to + (i + p) * R, first(R), words[p].v);
     }
   }
-  template <int R>
-  struct Sums : FloatSums<R> {
+  template <int R, int most = 4>
+  struct Sums : FloatSums<R, most> {
     static constexpr int units = 1;
     explicit Sums(const X*&) {}
     template <int U>
     [[gnu::always_inline]] void add(const Coding<C>& coding, const uint8_t* p, const X*& x) {
-      const Unit<C> d = load_unit<C>(p);
+      const Unit<C> d = load_unit<C>(coding, p);
 #pragma GCC unroll 16
       for (int pair = 0; pair < kUnit<C> / 2; ++pair) {
         const __m512bh w = reinterpret_cast<__m512bh>(coding.pair(d.words, pair));
@@ -282,10 +284,44 @@ struct UnitDot<bf16, Code::int4> : IntegerDot<bf16, Code::int4> {};
 
 #endif
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
 
-// Integer codes with x as 16-bit integers times a scale per chunk, as below; one instruction multiplies the codes of a
-// pair of inputs with two of them and adds the products, exactly.
+// Integers of 16 and 32 bits in the words of Vec::width rows.
+#if defined(__AVX512F__)
+inline Words repeated_word(uint32_t word) { return _mm512_set1_epi32(int(word)); }
+inline Words shifted_halves(Words w, int by) { return _mm512_srli_epi16(w, unsigned(by)); }
+inline Words masked_halves(Words w, int mask) { return _mm512_and_si512(w, _mm512_set1_epi16(short(mask))); }
+inline Words joined_bits(Words a, Words b) { return _mm512_or_si512(a, b); }
+inline Words sum_of(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words rounded_words(Vec x) { return _mm512_cvtps_epi32(x.v); }
+inline Vec numbers_of(Words w) { return _mm512_cvtepi32_ps(w); }
+inline void store_halves(uint32_t* to, Words values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(values));
+}
+// sum + the products of both halves; in assembly as dot_quads.
+[[gnu::always_inline]] inline Words dot_pairs(Words sum, Words a, Words b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+#else
+inline Words repeated_word(uint32_t word) { return _mm256_set1_epi32(int(word)); }
+inline Words shifted_halves(Words w, int by) { return _mm256_srli_epi16(w, by); }
+inline Words masked_halves(Words w, int mask) { return _mm256_and_si256(w, _mm256_set1_epi16(short(mask))); }
+inline Words joined_bits(Words a, Words b) { return _mm256_or_si256(a, b); }
+inline Words sum_of(Words a, Words b) { return _mm256_add_epi32(a, b); }
+inline Words rounded_words(Vec x) { return _mm256_cvtps_epi32(x.v); }
+inline Vec numbers_of(Words w) { return _mm256_cvtepi32_ps(w); }
+inline void store_halves(uint32_t* to, Words values) {
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+}
+[[gnu::always_inline]] inline Words dot_pairs(Words sum, Words a, Words b) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+}
+#endif
+
+// Integer codes with x as 16-bit integers times a scale per chunk, as in IntegerDot; one instruction multiplies the codes
+// of a pair of inputs with two of them and adds the products, exactly.
 //
 //   chunk → [R] of {start of the sums, scale}, then [units][R][pairs of a unit] of two integers
 template <class T, Code C>
@@ -297,76 +333,111 @@ struct PairDot {
   static int64_t words(const LinearArgs& a) { return chunked_words<C>(a); }
 
   static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
-    arrange_chunks<T, C>(a, row, R, begin, end, to, arrange_chunk);
+    const int lowest = C == Code::int8 ? 0 : C == Code::int4 ? -8 : int(a.values[0]);  // the number of the code 0
+    const auto one = [&](const T* x, int64_t count, X* header, X* at, int64_t step) {
+      arrange_chunk(x, count, lowest, header, at, step);
+    };
+    arrange_chunks<T, C>(a, row, R, begin, end, to, one);
   }
 
   // Arranges a chunk of one row; units are `step` apart.
-  static void arrange_chunk(const T* x, int64_t count, X* header, X* to, int64_t step) {
+  static void arrange_chunk(const T* x, int64_t count, int lowest, X* header, X* to, int64_t step) {
     const float peak = largest_magnitude(x, count);  // NaN if x is not finite: the sum is then computed again exactly
     const float lift = peak < 0x1p-64f ? 0x1p64f : 1;  // for the smallest peaks, kMost / peak overflows float
     const float steps = peak > 0 ? kMost / (peak * lift) : 0, scale = peak / kMost;
-    __m256i sum = _mm256_setzero_si256();
-    for (int64_t i = 0; i < count; i += 8) {
-      const int n = int(count - i < 8 ? count - i : 8);
-      const __m256i value = _mm256_cvtps_epi32((load(x + i, n) * Vec(lift) * Vec(steps)).v);
-      sum = _mm256_add_epi32(sum, value);
-      const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1));
-      X* at = to + i / kUnit<C> * step;
-      if (kUnit<C> == 8) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(at), words);
-      } else {
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(at), words);
-        if (n > 4) _mm_storeh_pd(reinterpret_cast<double*>(at + step), _mm_castsi128_pd(words));
+    Words sum = repeated_word(0);
+    for (int64_t i = 0; i < count; i += Vec::width) {
+      const Words value = rounded_words(load(x + i, int(count - i < Vec::width ? count - i : Vec::width)) * Vec(lift) *
+                                        Vec(steps));
+      sum = sum_of(sum, value);
+      X halves[Vec::width / 2];
+      store_halves(halves, value);
+      for (int64_t p = 0; p < Vec::width && i + p < count; p += kUnit<C> < Vec::width ? kUnit<C> : Vec::width) {
+        X* at = to + (i + p) / kUnit<C> * step + (i + p) % kUnit<C> / 2;
+        std::memcpy(at, halves + p / 2, sizeof(X) * (kUnit<C> < Vec::width ? kUnit<C> : Vec::width) / 2);
       }
     }
-    int32_t lanes[8], total = 0;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum);
+    int32_t lanes[Vec::width], total = 0;
+    std::memcpy(lanes, &sum, sizeof lanes);
     for (int32_t lane : lanes) total += lane;
-    header[0] = C == Code::int4 ? uint32_t(-8 * total) : 0;  // codes of 4 bits are multiplied as unsigned
+    header[0] = uint32_t(lowest * total);  // only codes of 8 bits are multiplied as signed
     std::memcpy(header + 1, &scale, 4);
   }
 
   // The codes of pair `pair` of each row.
-  [[gnu::always_inline]] static __m256i codes_of(__m256i words, int pair) {
-    if (C == Code::int8) return _mm256_srai_epi16(pair ? words : _mm256_slli_epi16(words, 8), 8);
-    const __m256i moved = pair ? _mm256_srli_epi16(words, 4 * pair) : words;
-    return pair == 3 ? moved : _mm256_and_si256(moved, _mm256_set1_epi16(15));
+  [[gnu::always_inline]] static Words codes_of(const Unit<C>& d, int pair) {
+    const Words words = d.words[0];
+#if !defined(__AVX512F__)
+    if constexpr (C == Code::int8) return _mm256_srai_epi16(pair ? words : _mm256_slli_epi16(words, 8), 8);
+#endif
+    constexpr int bits = Coding<C>::bits, mask = (1 << bits) - 1;
+    if constexpr (C == Code::three) {
+      const Words rest = d.words[1];
+      if (pair == 7) return joined_bits(shifted_halves(rest, 6), masked_halves(shifted_halves(words, 13), 4));
+      return masked_halves(pair < 5 ? shifted_halves(words, 3 * pair) : shifted_halves(rest, 3 * (pair - 5)), mask);
+    }
+    const Words moved = pair ? shifted_halves(words, bits * pair) : words;
+    return pair == pairs - 1 ? moved : masked_halves(moved, mask);
   }
 
-  template <int R>
+  template <int R, int most = 4>
   struct Sums {
+#if defined(__AVX512F__)
+    static constexpr int chains = sum_chains(R, most);
+#else
+    static constexpr int chains = 1;  // only the addition waits for the previous one
+#endif
     static constexpr int units = 2;
     const X* header;
-    __m256i sum[R];
+    Words sum[chains][R];
 
     explicit Sums(const X*& x) : header(x) {
-      for (int r = 0; r < R; ++r) sum[r] = _mm256_set1_epi32(int(x[2 * r]));
+      for (int c = 0; c < chains; ++c) {
+        for (int r = 0; r < R; ++r) sum[c][r] = repeated_word(c ? 0 : x[2 * r]);
+      }
       x += 2 * R;
     }
     template <int U>
-    [[gnu::always_inline]] void add(const Coding<C>&, const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>& coding, const uint8_t* p, const X*& x) {
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) {
-        const __m256i words = load_words(p + u * kUnitBytes<C>);
-#pragma GCC unroll 4
+        const Unit<C> d = load_unit<C>(coding, p + u * kUnitBytes<C>);
+#pragma GCC unroll 8
         for (int pair = 0; pair < pairs; ++pair) {
-          const __m256i w = codes_of(words, pair);
+          const Words w = codes_of(d, pair);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const __m256i both = _mm256_set1_epi32(int(x[(u * R + r) * pairs + pair]));
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(w, both));
+            Words& to = sum[pair % chains][r];
+            to = dot_pairs(to, w, repeated_word(x[(u * R + r) * pairs + pair]));
           }
         }
       }
       x += U * R * pairs;
     }
     Vec total(int r) const {
+      Words all = sum[0][r];
+      for (int c = 1; c < chains; ++c) all = sum_of(all, sum[c][r]);
       float scale;
       std::memcpy(&scale, header + 2 * r + 1, 4);
-      return Vec(_mm256_cvtepi32_ps(sum[r])) * Vec(scale);
+      return numbers_of(all) * Vec(scale);
     }
   };
 };
+
+template <>
+struct UnitDot<f16, Code::two> : PairDot<f16, Code::two> {};
+template <>
+struct UnitDot<f16, Code::three> : PairDot<f16, Code::three> {};
+#if !defined(__AVX512BF16__)
+template <>
+struct UnitDot<bf16, Code::two> : PairDot<bf16, Code::two> {};
+template <>
+struct UnitDot<bf16, Code::three> : PairDot<bf16, Code::three> {};
+#endif
+
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
 
 template <>
 struct UnitDot<bf16, Code::int8> : PairDot<bf16, Code::int8> {};
@@ -419,10 +490,10 @@ struct HalfDot {
     Vec first[chains][R], second[chains][R];  // of four rows each
     explicit Sums(const X*&) {}
     template <int U>
-    [[gnu::always_inline]] void add(const Coding<C>&, const uint8_t* p, const X*& x) {
+    [[gnu::always_inline]] void add(const Coding<C>& coding, const uint8_t* p, const X*& x) {
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) {
-        const Unit<C> d = load_unit<C>(p + u * kUnitBytes<C>);
+        const Unit<C> d = load_unit<C>(coding, p + u * kUnitBytes<C>);
 #pragma GCC unroll 8
         for (int pair = 0; pair < pairs; ++pair) {
           const __m256i halves = halves_of(d, pair);
