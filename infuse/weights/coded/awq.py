@@ -23,7 +23,7 @@ from infuse.weights.coded.buffers import BITS, Kept, Rows, Turned, Window, mappe
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.scaled import group_text
 from infuse.weights.coded.settings import Size
-from infuse.weights.coded.values import Values, of_int4, of_int8, regular_groups
+from infuse.weights.coded.values import Values, of_int8, of_integers, regular_groups
 from infuse.weights.lazy import LazyTensor, Shape, Slices, of_all_axes
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word, lowest bits first
@@ -118,7 +118,7 @@ def _add(found: Found, members: Members, config: _Config, windows: tuple[Window,
     zero = Kept(qzeros, (out, groups), torch.int8, _zeros, windows[2])
 
     def values() -> LazyTensor:
-        return Values((out, inputs), data, of_int4, scale, regular_groups(inputs, size), zero)
+        return Values((out, inputs), data, of_integers(4), scale, regular_groups(inputs, size), zero)
 
     option, buffer = scale_buffer(scale, has_float16=True)
     sixteenths = mapped(zero, torch.int8, lambda read: read * 16)
@@ -145,7 +145,7 @@ def _add_gemv(found: Found, members: Members, config: _Config) -> None:
     data = Rows(qweight, inputs // 2, torch.uint8, lambda words: words.contiguous().view(torch.uint8), 4)
     scale = Rows(scales, groups, scales.dtype, lambda read: read, 1)
     zero = Rows(qzeros, groups, torch.int8, _zeros_in_order, 8)
-    values = Values((out, inputs), data, of_int4, scale, regular_groups(inputs, size), zero)
+    values = Values((out, inputs), data, of_integers(4), scale, regular_groups(inputs, size), zero)
     option, buffer = scale_buffer(scale, has_float16=True)
     buffers: dict[str, LazyTensor] = {"data": data, "scale": buffer}
     buffers["zero"] = mapped(zero, torch.int8, lambda read: read * 16)

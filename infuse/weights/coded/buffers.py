@@ -12,10 +12,10 @@ from torch import Tensor
 from infuse.errors import CheckpointError, ConfigError
 from infuse.quant.integer import pack_nibbles, unpack_nibbles
 from infuse.quant.microscaling import scales_of_exponents
+from infuse.quant.packing import pack_bits, unpack_bits
 from infuse.weights.lazy import FileTensor, LazyTensor, Rearranged, Shape, Slices, of_all_axes
 
 WINDOW = 4096  # columns of a file that are read at once to make rows: runs of 16 KiB, for words
-_UNPACKED = 1 << 20  # codes of odd widths that are unpacked at once, by way of 4 or 8 bytes each
 NIBBLES = (-8, 7)  # codes, and zeros in steps, of int4
 BITS = torch.int32  # float32 scales and offsets are kept as their bits
 
@@ -88,18 +88,20 @@ class Tiled(Rearranged):
 
 @dataclass(frozen=True)
 class Reordered(Rearranged):
-    """Codes of `source`, int8 [out, in] or nibbles [out, in / 2], with the inputs in an `order`, int32 [in]."""
+    """Codes of `source`, [out, in * bits / 8], with the inputs in an `order`, int32 [in]."""
 
     order: Tensor
 
     def read(self, part: Slices = ()) -> Tensor:
         rows, columns = of_all_axes(part, 2)
         start, stop, _ = columns.indices(self.shape[1])
-        each, codes = len(self.order) // self.shape[1], self.source.read((rows,))
-        inputs = self.order[start * each : stop * each]
-        if each == 1:
+        bits, codes = 8 * self.shape[1] // len(self.order), self.source.read((rows,))
+        inputs = self.order[start * 8 // bits : stop * 8 // bits]
+        if bits == 8:
             return codes.index_select(1, inputs)
-        return pack_nibbles(unpack_nibbles(codes).index_select(1, inputs))
+        if bits == 4:
+            return pack_nibbles(unpack_nibbles(codes).index_select(1, inputs))
+        return pack_bits(unpack_bits(codes, bits).index_select(1, inputs), bits)
 
 
 @dataclass
@@ -207,25 +209,4 @@ def powers_of_two(exponents: LazyTensor, of: FileTensor) -> Rows:
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """Unsigned codes, uint8 [R, n * 32 / bits], that lie densely in int32 words [R, n], lowest bits first."""
-    each = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return each
-    if 8 % bits == 0:
-        mask = (1 << bits) - 1
-        return torch.stack([each >> shift & mask for shift in range(0, 8, bits)], dim=-1).flatten(1)
-    units = -(-each.shape[1] // bits)  # of `bits` bytes, which hold 8 codes
-    each = torch.nn.functional.pad(each, (0, units * bits - each.shape[1])).reshape(len(each), units, bits)
-    codes = torch.empty(len(each), units, 8, dtype=torch.uint8)
-    step = max(_UNPACKED // max(units * 8, 1), 1)
-    for first in range(0, len(each), step):
-        codes[first : first + step] = _of_units(each[first : first + step], bits)
-    return codes.flatten(1)
-
-
-def _of_units(each: Tensor, bits: int) -> Tensor:
-    """8 codes of each unit of `bits` bytes [R, units, bits]."""
-    wide = torch.int32 if bits <= 3 else torch.int64
-    unit = each[..., 0].to(wide)
-    for place in range(1, bits):
-        unit |= each[..., place].to(wide) << 8 * place
-    return (unit.unsqueeze(-1) >> torch.arange(0, 8 * bits, bits, dtype=wide) & (1 << bits) - 1).to(torch.uint8)
+    return unpack_bits(words.contiguous().view(torch.uint8), bits)

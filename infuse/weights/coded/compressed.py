@@ -20,8 +20,9 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
-from infuse.quant.integer import pack_integers
-from infuse.weights.coded.buffers import NIBBLES, Kept, Rows, Window, mapped, scale_buffer, unpacked
+from infuse.quant.integer import range_of
+from infuse.quant.packing import pack_bits
+from infuse.weights.coded.buffers import Kept, Rows, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.patterns import pattern_fault
 from infuse.weights.coded.scaled import add_fp8, add_int8, add_mxfp4, add_nvfp4, group_text, scale_shapes, spread
@@ -31,8 +32,7 @@ from infuse.weights.coded.values import (
     has_regular_sizes,
     inputs_by_group,
     is_regular,
-    of_int4,
-    of_int8,
+    of_integers,
     regular_groups,
 )
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
@@ -249,7 +249,7 @@ def _add_e2m1(found: Found, members: Members, numbers: _Numbers) -> None:
 
 
 def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbers, window: Window) -> None:
-    """Add integers of 1 to 8 bits in words: up to 4 bits as int4, more as int8."""
+    """Add integers of 1 to 8 bits in words, in the shortest format that has them."""
     data, scale = members.take("weight_packed", (torch.int32,), (-1, -1)), _scale(members)
     shape_tensor = members.take("weight_shape", _INDICES, (2,))
     if data is None or scale is None or shape_tensor is None:
@@ -272,12 +272,12 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
     groups = _groups(members, numbers, inputs, size)
     if not members.are_sound or groups is None:
         return
-    codes: LazyTensor = Rows(data, ceil_div(inputs, 2), torch.uint8, partial(_nibbles, bits, inputs), 4 * (bits == 4))
-    if bits > 4:
-        codes = Rows(data, inputs, torch.int8, partial(_bytes, bits), 4 * (bits == 8))
+    kept = _kept(bits)
+    dtype = torch.int8 if kept == 8 else torch.uint8
+    codes = Rows(data, ceil_div(inputs * kept, 8), dtype, partial(_codes, bits), 4 if kept == bits else 0)
 
     def values() -> LazyTensor:
-        return Values((out, inputs), codes, of_int8 if bits > 4 else of_int4, rows, groups, zero)
+        return Values((out, inputs), codes, of_integers(kept), rows, groups, zero)
 
     name = f"{members.path}.weight"
     order = None if is_regular(groups, size) else inputs_by_group(groups, size)
@@ -288,9 +288,9 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
     option, buffer = scale_buffer(rows, has_float16=True)
     buffers: dict[str, LazyTensor] = {"data": codes, "scale": buffer}
     if zero is not None:
-        buffers["zero"] = zero if bits > 4 else mapped(zero, torch.int8, lambda read: read * 16)
+        buffers["zero"] = mapped(zero, torch.int8, lambda read: read * (256 >> kept))
     kind = "" if zero is None else ":asymmetric"
-    format = f"int{8 if bits > 4 else 4}:{group_text(size, inputs)}{kind}{option}{scheme.options}"
+    format = f"int{kept}:{group_text(size, inputs)}{kind}{option}{scheme.options if kept > 3 else ''}"
     found.add(name, (out, inputs), format, buffers, values, order)
 
 
@@ -304,8 +304,9 @@ def _zeros(members: Members, numbers: _Numbers, shape: Shape, scale: FileTensor,
         if stored is None:
             return None
         low, high = (int(bound) for bound in torch.aminmax(stored.read()))
-        if bits <= 4 and (low < NIBBLES[0] or high > NIBBLES[1]):
-            what = f"holds zeros {low} to {high}; possible, for codes of {bits} bits: {NIBBLES[0]} to {NIBBLES[1]}"
+        lowest, highest = range_of(_kept(bits))
+        if low < lowest or high > highest:
+            what = f"holds zeros {low} to {high}; possible, for codes of {bits} bits: {lowest} to {highest}"
             members.fault("weight_zero_point", what)
         spread_out = spread(stored, shape, numbers.tile)
         return None if spread_out is None else spread_out[0]
@@ -337,16 +338,17 @@ def _groups(members: Members, numbers: _Numbers, inputs: int, size: int) -> Tens
     return groups
 
 
-def _nibbles(bits: int, inputs: int, words: Tensor) -> Tensor:
-    """Codes of up to 4 bits as those of int4."""
-    if bits == 4:
+def _kept(bits: int) -> int:
+    """The bits of the format that keeps these codes."""
+    return 8 if bits > 4 else max(bits, 2)
+
+
+def _codes(bits: int, words: Tensor) -> Tensor:
+    """The codes of `bits` bits in the format that keeps them."""
+    if bits == 1:
+        return pack_bits(unpacked(words, 1) + 1, 2)
+    if bits <= 4:
         return words.contiguous().view(torch.uint8)
-    codes = unpacked(words, bits)[:, : inputs + inputs % 2]
-    return pack_integers(codes.to(torch.int8) - (1 << bits - 1))
-
-
-def _bytes(bits: int, words: Tensor) -> Tensor:
-    """Codes of 5 to 8 bits as int8."""
     return (unpacked(words, bits).to(torch.int16) - (1 << bits - 1)).to(torch.int8)
 
 

@@ -7,8 +7,7 @@
 
     weight = scale * (code - zero), codes and zeros unsigned
 
-Codes of 2 and 3 bits become the same codes of int4. In act-order, the inputs of a group are not neighbours: their
-codes are sorted by group.
+In act-order, the inputs of a group are not neighbours: their codes are sorted by group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from infuse.quant.integer import pack_nibbles
 from infuse.weights.coded.buffers import Kept, Turned, Window, mapped, scale_buffer, unpacked
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.settings import Size
@@ -30,8 +28,7 @@ from infuse.weights.coded.values import (
     has_regular_sizes,
     inputs_by_group,
     is_regular,
-    of_int4,
-    of_int8,
+    of_integers,
     regular_groups,
 )
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
@@ -245,19 +242,18 @@ def _groups(members: Members, config: _Config, found: Found, inputs: int, groups
 
 
 def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
-    """Add the matrix in int4 or int8; by its values if groups differ in size."""
+    """Add the matrix in its codes; by its values if groups differ in size."""
     out, inputs = matrix.shape
     groups, bits = matrix.scales.shape[0], matrix.bits
-    of_rows = (out, inputs) if bits == 8 else (out, inputs // 2)
     dtype = torch.int8 if bits == 8 else torch.uint8
-    data = Turned(matrix.qweight, of_rows, dtype, partial(_codes, matrix), windows.codes)
+    data = Turned(matrix.qweight, (out, inputs * bits // 8), dtype, partial(_codes, matrix), windows.codes)
     scale = Kept(matrix.scales, (out, groups), matrix.scales.dtype, _turned, windows.scales)
     zero = None
     if not matrix.symmetric:
         zero = Kept(matrix.qzeros, (out, groups), torch.int8, partial(_zeros, matrix), windows.zeros)
 
     def values() -> LazyTensor:
-        return Values(matrix.shape, data, of_int8 if bits == 8 else of_int4, scale, matrix.groups, zero)
+        return Values(matrix.shape, data, of_integers(bits), scale, matrix.groups, zero)
 
     order = None if is_regular(matrix.groups, matrix.size) else inputs_by_group(matrix.groups, matrix.size)
     if order is None and not is_regular(matrix.groups, matrix.size):
@@ -267,10 +263,10 @@ def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
     option, buffer = scale_buffer(scale, has_float16=True)
     buffers: dict[str, LazyTensor] = {"data": data, "scale": buffer}
     if zero is not None:
-        buffers["zero"] = zero if bits == 8 else mapped(zero, torch.int8, lambda read: read * 16)
+        buffers["zero"] = mapped(zero, torch.int8, lambda read: read * (256 >> bits))
     size = "row" if groups == 1 else str(matrix.size)
     kind = "" if zero is None else ":asymmetric"
-    found.add(matrix.name, matrix.shape, f"int{8 if bits == 8 else 4}:{size}{kind}{option}", buffers, values, order)
+    found.add(matrix.name, matrix.shape, f"int{bits}:{size}{kind}{option}", buffers, values, order)
 
 
 def _turned(read: Tensor) -> Tensor:
@@ -278,14 +274,9 @@ def _turned(read: Tensor) -> Tensor:
 
 
 def _codes(matrix: _Matrix, words: Tensor) -> Tensor:
-    """Rows of int8 codes, or of nibbles that hold a code of int4 plus 8, of columns of words."""
-    words = words.t().contiguous()
-    if matrix.bits == 8:
-        return (words.view(torch.uint8) ^ 128).view(torch.int8)
-    if matrix.bits == 4:
-        return words.view(torch.uint8)
-    codes = unpacked(words, matrix.bits)
-    return pack_nibbles(codes + (8 - matrix.middle) if matrix.symmetric else codes)
+    """Rows of the format's codes, of columns of words: only int8 is signed."""
+    codes = words.t().contiguous().view(torch.uint8)
+    return (codes ^ 128).view(torch.int8) if matrix.bits == 8 else codes
 
 
 def _unsigned_zeros(matrix: _Matrix, words: Tensor) -> Tensor:
@@ -297,6 +288,6 @@ def _unsigned_zeros(matrix: _Matrix, words: Tensor) -> Tensor:
 
 
 def _zeros(matrix: _Matrix, words: Tensor) -> Tensor:
-    """Zeros [out, groups] of int8 codes, or of nibbles less 8."""
+    """Zeros [out, groups] of signed codes."""
     codes = _unsigned_zeros(matrix, words).to(torch.int16)
-    return (codes - (128 if matrix.bits == 8 else 8)).to(torch.int8).t().contiguous()
+    return (codes - matrix.middle).to(torch.int8).t().contiguous()

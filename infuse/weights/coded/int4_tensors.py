@@ -22,7 +22,7 @@ from infuse.weights.coded.buffers import BITS, Kept, Rows, Window, mapped, scale
 from infuse.weights.coded.form import FLOATS, Found, Members, ceil_div
 from infuse.weights.coded.scaled import group_text
 from infuse.weights.coded.tinygemm import TilePacked, offsets
-from infuse.weights.coded.values import Values, of_int4, regular_groups
+from infuse.weights.coded.values import Values, of_integers, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices
 
 PLAIN, WORDS, TILES = "Int4Tensor", "Int4PlainInt32Tensor", "Int4TilePackedTo4dTensor"
@@ -81,11 +81,11 @@ def add_int4(found: Found, members: Members, leaf: str, kind: str, matrix: tuple
     text = f"int4:{group_text(size, inputs)}"
     if kind == WORDS:  # zeros in sixteenths of a step, of codes less 8
         less = mapped(zero, torch.int8, lambda read: read - 8)
-        values = Values(shape, data, of_int4, scale, regular_groups(inputs, size), less)
+        values = Values(shape, data, of_integers(4), scale, regular_groups(inputs, size), less)
         buffers["zero"] = mapped(zero, torch.int8, lambda read: (read - 8) * 16)
         found.add(name, shape, f"{text}:asymmetric{option}", buffers, lambda: values)
         return
-    values = Values(shape, data, of_int4, scale, regular_groups(inputs, size), offset=zero)
+    values = Values(shape, data, of_integers(4), scale, regular_groups(inputs, size), offset=zero)
     if not bool(zero.read().any()):
         found.add(name, shape, f"{text}{option}", buffers, lambda: values)
         return

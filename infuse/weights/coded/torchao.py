@@ -28,7 +28,7 @@ from infuse.weights.coded.int4_tensors import Windows, add_int4
 from infuse.weights.coded.modules import Memory
 from infuse.weights.coded.scaled import group_text, spread
 from infuse.weights.coded.settings import MOST
-from infuse.weights.coded.values import Values, of_fp8, of_int4, of_int8, regular_groups
+from infuse.weights.coded.values import Values, of_fp8, of_integers, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 from infuse.weights.safetensors_file import SafetensorsFile
 
@@ -167,9 +167,9 @@ def _add_checked(
     buffers: dict[str, LazyTensor] = {"data": qdata, "scale": buffer}
     if zeros is not None:
         buffers["zero"] = zeros
-    bits, decode = 8, of_int8
+    bits = 8
     if data.bits <= 4 and inputs % 2 == 0 and (zero is None or _in_nibbles(zero.read())):
-        bits, decode = 4, of_int4
+        bits = 4
         buffers["data"] = Rows(qdata, inputs // 2, torch.uint8, partial(_nibbles, qdata))
         if zeros is not None:
             buffers["zero"] = mapped(zeros, torch.int8, lambda read: read * 16)
@@ -177,7 +177,7 @@ def _add_checked(
     text = f"int{bits}:{group}{'' if zeros is None else ':asymmetric'}{option}{':a8' if is_rounding else ''}"
     found.add(
         name, (out, inputs), text, buffers,
-        lambda: Values((out, inputs), buffers["data"], decode, scale, groups, zeros),
+        lambda: Values((out, inputs), buffers["data"], of_integers(bits), scale, groups, zeros),
     )  # fmt: skip
 
 

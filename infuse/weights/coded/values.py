@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ def inputs_by_group(groups: Tensor, size: int) -> Tensor | None:
     return groups.argsort(stable=True).to(torch.int32)
 
 
-def of_int4(data: Tensor) -> Tensor:
-    return unpack_integers(data)
+def of_integers(bits: int) -> Callable[[Tensor], Tensor]:
+    """The codes of int8, int4, int3 or int2."""
+    return of_int8 if bits == 8 else partial(unpack_integers, bits=bits)
 
 
 def of_int8(data: Tensor) -> Tensor:

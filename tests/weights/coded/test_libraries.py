@@ -46,7 +46,7 @@ COMPRESSED = [
     ("pack-quantized", dict(num_bits=8, type="int", strategy="channel"), None, "int8:row"),
     ("pack-quantized", dict(num_bits=8, type="int", strategy="group", group_size=64, symmetric=False), None,
      "int8:64:asymmetric"),
-    ("pack-quantized", dict(num_bits=3, type="int", strategy="group", group_size=32), None, "int4:32"),
+    ("pack-quantized", dict(num_bits=3, type="int", strategy="group", group_size=32), None, "int3:32"),
     ("pack-quantized", dict(num_bits=5, type="int", strategy="group", group_size=32, symmetric=False), None,
      "int8:32:asymmetric"),
     ("int-quantized", dict(num_bits=8, type="int", strategy="channel"), "int", "int8:row:a8"),

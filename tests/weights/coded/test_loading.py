@@ -215,14 +215,23 @@ def test_bits_of_gptq_differ(tmp_path: Path) -> None:
     cases["mlp."] = BY_CASE["gptq-4-sym-v1"]
     config = dict(cases["mlp."].config, dynamic={"+:.*down_proj": {"bits": 8}, "+:.*self_attn.*": {"bits": 2}})
     state = mixed(tmp_path, cases, config)
-    assert formats(tmp_path) == {"int8:32:f16", "int4:32:asymmetric:f16", "int4:32:f16"}
+    assert formats(tmp_path) == {"int8:32:f16", "int2:32:asymmetric:f16", "int4:32:f16"}
     exact = logits(with_values(llama(), state))
     engine = loaded(tmp_path)
     assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
     assert_kept(engine)
 
 
-TAKEN_BY_RANKS = ("gptq-4-asym-v1", "awq", "compressed-w4a16", "fp8-blocks", "nf4", "gptq-8-sym-v1-order")
+TAKEN_BY_RANKS = (
+    "gptq-4-asym-v1",
+    "gptq-3-asym-v1",
+    "gptq-3-sym-v1-order",
+    "awq",
+    "compressed-w4a16",
+    "fp8-blocks",
+    "nf4",
+    "gptq-8-sym-v1-order",
+)
 
 
 def of_rank(folder: str) -> list[tuple[Tensor, str]]:

@@ -130,3 +130,12 @@ def test_widths_that_no_format_has_become_values(name: str, shape: tuple[int, in
     assert torch.equal(read.read(), values) and torch.equal(read.read((slice(5, 9),)), values[5:9])
     assert torch.equal(read.read((slice(5, 9), slice(7, 30))), values[5:9, 7:30])
     assert told in "".join(checkpoint.notes)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("name", ["gptq-{}-asym-v1", "gptq-{}-sym-v1", "compressed-w{}"])
+def test_short_codes_take_about_as_much_memory_as_in_the_file(name: str, bits: int, tmp_path: Path) -> None:
+    case = BY_CASE[name.format(bits)]
+    stored = sum(leaf.nbytes for leaf in case.pack(WEIGHT)[0].values())
+    read, _, _ = matrix(tmp_path, case, WEIGHT)
+    assert read.coded is not None and quant_format(read.coded.format).nbytes(*WEIGHT.shape) <= 1.15 * stored
