@@ -131,7 +131,8 @@ class DirectSteps:
         if stack is None or answer is None or stack.wide != narrowed:
             return None
         step = DirectStep(parts, stack, answer, normed.module, turning_by, around, cache, embedded.output)
-        step.end_tokens = least_window(getattr(parts.above[-1], "config", parts.above[0].config))  # not a tower's
+        configs = [each.config for each in parts.above if hasattr(getattr(each, "config", None), "model_type")]
+        step.end_tokens = least_window(configs[-1])  # the decoder's own, not a tower's
         return step
 
     def stack_of(

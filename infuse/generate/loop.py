@@ -51,7 +51,7 @@ _OF_LOOPS = (
 )
 # What this version of transformers calls the cache in arguments and results of its loops.
 CACHE_NAME = cache_argument(GenerationMixin.prepare_inputs_for_generation) or FORMER
-# Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
+# Inputs of a decode step from which the next step's can be derived. No others must be tensors but _KINDS.
 _FOLLOWED = ("input_ids", "attention_mask", "position_ids")
 # Those that tell a text's tokens from a picture's: transformers repeats the last ones, or gives zeros.
 _KINDS = ("token_type_ids", "mm_token_type_ids")
@@ -336,7 +336,8 @@ class Steps:
             if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
                 return False
         known = {self._ids, self._mask, self._positions, *CACHE_NAMES, *(["attention_mask"] if self._reads else [])}
-        known.update(() if self._speculates else _KINDS)  # of one token a row, they stay as they are
+        if not self._speculates:  # of one token a row, they stay as they are
+            known.update(name for name in _KINDS if getattr(inputs.get(name), "shape", None) == tokens_BT.shape)
         unknown = [name for name, value in inputs.items() if name not in known and isinstance(value, Tensor)]
         ids, mask, positions = inputs.get(self._ids), inputs.get(self._mask), inputs.get(self._positions)
         if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens_BT):

@@ -1,6 +1,7 @@
 """The C++ kernels for CPUs: one binary for every instruction set and every torch >= 2.10.
 
-It is built at install or at first use if there is a compiler. Without it the other bodies run, and plans say so.
+It is built at install or at first use if there is a compiler; also where that of a checkout is of other sources than
+these. Without it the other bodies run, and plans say so.
 INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx selects a lower instruction set than the machine's. A trailing
 ! forces one that was not detected, for emulators. INFUSE_CPU_ISA=off disables these bodies.
 """
@@ -37,7 +38,7 @@ def kernels() -> Any:
         return torch.ops.infuse_cpu
     library = first_use.obtain()  # also if the wheel's binary does not load: the system may be older than the wheel
     if isinstance(library, str):
-        return unfit or library
+        return f"{unfit}; {library}" if unfit else library
     return _load(library) or torch.ops.infuse_cpu
 
 

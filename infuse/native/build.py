@@ -33,6 +33,7 @@ HEADER = "include/torch/csrc/stable/library.h"  # exists in every PyTorch that t
 
 
 MARK = "infuse kernels of the sources "  # begins the text by which a library names them
+CHECKOUT = Path(__file__).resolve().parents[2] / "setup.py"
 
 
 class BuildError(Exception):
@@ -63,7 +64,7 @@ def why_not(torch: Path | None) -> str | None:
 def sources() -> str:
     """Hash of the sources and of how this file compiles them."""
     digest = hashlib.sha256()
-    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+    for path in (Path(__file__), *sorted(filter(Path.is_file, SOURCES.iterdir()))):
         digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -75,8 +76,11 @@ def fingerprint() -> str:
 
 
 def is_of_sources(library: Path) -> bool:
-    """Whether a library was built from these sources, which it names: after a `git pull` it may be of earlier ones."""
-    return f"{MARK}{sources()}".encode() in library.read_bytes()
+    """Whether a library was built from these sources, which it names.
+
+    In a checkout it may be of earlier ones, as after a `git pull`; a wheel has its own.
+    """
+    return not CHECKOUT.exists() or f"{MARK}{sources()}".encode() in library.read_bytes()
 
 
 def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:

@@ -302,8 +302,8 @@ bool sum_experts(const ExpertsPart& experts, const Array& x, int64_t tokens, int
 // of the norm's weight, in which all parts are; add_wide adds in float32, in which x is from then on; norm_of_wide
 // computes in float32 and rounds the result to the weight's type.
 enum class Does {
-  norm, norm_stream, norm_branch, norm_narrowed, norm_of_wide, branch, add, add_wide, add_norm, add_norm_stream, embed, place, head,
-  scale, divide
+  norm, norm_stream, norm_branch, norm_narrowed, norm_of_wide, branch, add, add_wide, add_norm, add_norm_stream, embed,
+  place, head, scale, divide
 };
 template <>
 struct Words<Does> {
@@ -330,7 +330,8 @@ struct Step {
   Does does;
   double scale;  // of the branch that is added, or of x
   std::variant<std::monostate, NormPart, AttentionPart, CrossAttentionPart, ShortConvPart, LinearAttentionPart,
-               SelectiveScanPart, LatentAttentionPart, ChannelDeltaPart, MlpPart, MoePart, LayerInputPart, TablePart, PlacePart, HeadPart> part;
+               SelectiveScanPart, LatentAttentionPart, ChannelDeltaPart, MlpPart, MoePart, LayerInputPart, TablePart,
+               PlacePart, HeadPart> part;
   INFUSE_FIELDS(does, scale, part)
 };
 // Few tokens of a decoder, or many of an encoder.

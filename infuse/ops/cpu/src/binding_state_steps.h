@@ -1,6 +1,8 @@
 // The steps of mixers that keep states, which they change in place.
 #pragma once
 
+#include <array>
+
 #include "binding_step_values.h"
 
 namespace infuse {
@@ -30,33 +32,19 @@ struct StateSteps : StepValues {
     const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
     const int64_t same = turns_of(state, tokens, {batch, a.heads, a.key_width, a.value_width}, ScalarType::Float);
     if (!turns || same != turns) return std::nullopt;
-    const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
+    const Array rows = array_rows(*from, width), y = array_rows(*from, a.values());
     multiply(a.into, *before(a.factors, from), rows, given.once);
     times_sections(a.factors, rows, width);
     const std::vector<float> decay_and_beta = decays(a, rows, batch * tokens, tokens / turns);
     std::vector<float> skip(a.D ? size_t(a.heads) : 0);
     if (a.D) widen(*a.D, skip.data());
-    wrote_state = true;
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      ConvArgs conv = conv_of(a, rows, turn * width + a.conv_at(), channels, *seen, qkv, turn, turns);
-      conv.silu = true;
-      convolve(conv);
-      ScanArgs scanned{};
-      const auto section = [&](int64_t at) { return bytes_at(qkv, turn * channels + at - a.conv_at()); };
-      scanned.q = section(a.q_at), scanned.k = section(a.k_at), scanned.v = section(a.v_at);
-      scanned.q_t = scanned.k_t = scanned.v_t = channels;
-      scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
-      scanned.decay = decay_and_beta.data() + turn * a.heads, scanned.beta = scanned.decay + batch * tokens * a.heads;
-      scanned.skip = a.D ? skip.data() : nullptr;
-      const int64_t each = turns > 1 ? state->numel() / (turns + 1) : 0;
-      scanned.before = static_cast<const float*>(state->const_data_ptr()) + turn * each;
-      scanned.after = static_cast<float*>(state->mutable_data_ptr()) + turn * each + each;
-      scanned.out = bytes_at(y, turn * a.values()), scanned.batch = batch, scanned.tokens = tokens / turns;
-      scanned.groups = a.key_heads, scanned.heads = a.heads;
-      scanned.key_width = a.key_width, scanned.value_width = a.value_width;
-      scanned.scale = float(a.scale), scanned.normalise = scanned.delta = a.delta, scanned.type = type_of(y);
-      scan(scanned);
-    }
+    ScanArgs scanned{};
+    scanned.decay = decay_and_beta.data(), scanned.beta = scanned.decay + batch * tokens * a.heads;
+    scanned.skip = a.D ? skip.data() : nullptr;
+    scanned.groups = a.key_heads, scanned.heads = a.heads;
+    scanned.key_width = a.key_width, scanned.value_width = a.value_width;
+    scanned.scale = float(a.scale), scanned.normalise = scanned.delta = a.delta;
+    over_states(a, rows, a.conv_at(), {a.q_at, a.k_at, a.v_at}, *seen, *state, turns, scanned, y);
     GatedNormArgs gated{};
     gated.x = y.const_data_ptr(), gated.y = y.mutable_data_ptr(), gated.gate = bytes_at(rows, a.gate_at);
     gated.weight = a.norm ? a.norm->const_data_ptr() : nullptr;
@@ -74,7 +62,7 @@ struct StateSteps : StepValues {
     const int64_t turns = turns_of(seen, tokens, {batch, a.taps, channels}, from->scalar_type());
     const int64_t same = turns_of(state, tokens, {batch, a.heads, a.width, a.width}, ScalarType::Float);
     if (!turns || same != turns) return std::nullopt;
-    const Array rows = array_rows(*from, width), qkv = array_rows(*from, channels), y = array_rows(*from, a.values());
+    const Array rows = array_rows(*from, width), y = array_rows(*from, a.values());
     multiply(a.into, *from, rows, given.once);
     const Maybe low = a.low ? made_by(*a.low, *from) : Maybe();
     const auto second = [&](const std::optional<LinearPart>& linear, int64_t at, int64_t rank) {
@@ -97,26 +85,11 @@ struct StateSteps : StepValues {
       kernels().router.convert(bytes_at(rows, t * width + a.beta_at()), type_of(rows), row, Type::f32, a.heads);
       for (int64_t h = 0; h < a.heads; ++h) row[h] = 1 / (1 + std::exp(-row[h]));
     }
-    wrote_state = true;
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      ConvArgs conv = conv_of(a, rows, turn * width, channels, *seen, qkv, turn, turns);
-      conv.silu = true;
-      convolve(conv);
-      ScanArgs scanned{};
-      scanned.q = bytes_at(qkv, turn * channels), scanned.k = bytes_at(qkv, turn * channels + a.values());
-      scanned.v = bytes_at(qkv, turn * channels + 2 * a.values());
-      scanned.q_t = scanned.k_t = scanned.v_t = channels;
-      scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
-      scanned.decay = decay.data() + turn * a.values(), scanned.beta = beta.data() + turn * a.heads;
-      const int64_t each = turns > 1 ? state->numel() / (turns + 1) : 0;
-      scanned.before = static_cast<const float*>(state->const_data_ptr()) + turn * each;
-      scanned.after = static_cast<float*>(state->mutable_data_ptr()) + turn * each + each;
-      scanned.out = bytes_at(y, turn * a.values()), scanned.batch = batch, scanned.tokens = tokens / turns;
-      scanned.groups = scanned.heads = a.heads, scanned.key_width = scanned.value_width = a.width;
-      scanned.scale = float(a.scale), scanned.normalise = scanned.delta = scanned.by_key = true;
-      scanned.type = type_of(y);
-      scan(scanned);
-    }
+    ScanArgs scanned{};
+    scanned.decay = decay.data(), scanned.beta = beta.data();
+    scanned.groups = scanned.heads = a.heads, scanned.key_width = scanned.value_width = a.width;
+    scanned.scale = float(a.scale), scanned.normalise = scanned.delta = scanned.by_key = true;
+    over_states(a, rows, 0, {0, a.values(), 2 * a.values()}, *seen, *state, turns, scanned, y);
     GatedNormArgs gated{};
     gated.x = y.const_data_ptr(), gated.y = y.mutable_data_ptr(), gated.weight = a.norm->const_data_ptr();
     gated.gate = gate_rows ? gate_rows->const_data_ptr() : bytes_at(rows, a.gate_at());
@@ -166,6 +139,32 @@ struct StateSteps : StepValues {
       selective(scanned);
     }
     return times(a.out, y, *from);
+  }
+  // Convolves a.channels() columns of rows [B, T, ...] from `conv_at` on, of which queries, keys and values begin `at`
+  // these columns of rows, and takes them over the states, to y [B, T, V]. `scanned` has decays and sizes of heads.
+  template <class Part>
+  void over_states(const Part& a, const Array& rows, int64_t conv_at, std::array<int64_t, 3> at, const Array& seen,
+                   const Array& state, int64_t turns, ScanArgs scanned, const Array& y) const {
+    const int64_t channels = a.channels(), tokens = rows.size(1), each = turns > 1 ? state.numel() / (turns + 1) : 0;
+    const int64_t of_token = scanned.by_key ? scanned.heads * scanned.key_width : scanned.heads;
+    const Array qkv = array_rows(rows, channels);
+    const float *decay = scanned.decay, *beta = scanned.beta;
+    scanned.q_t = scanned.k_t = scanned.v_t = channels;
+    scanned.q_b = scanned.k_b = scanned.v_b = channels * tokens;
+    scanned.batch = rows.size(0), scanned.tokens = tokens / turns, scanned.type = type_of(y);
+    wrote_state = true;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      ConvArgs conv = conv_of(a, rows, turn * rows.size(2) + conv_at, channels, seen, qkv, turn, turns);
+      conv.silu = true;
+      convolve(conv);
+      const auto section = [&](int64_t begin) { return bytes_at(qkv, turn * channels + begin - conv_at); };
+      scanned.q = section(at[0]), scanned.k = section(at[1]), scanned.v = section(at[2]);
+      scanned.decay = decay + turn * of_token, scanned.beta = beta + turn * scanned.heads;
+      scanned.before = static_cast<const float*>(state.const_data_ptr()) + turn * each;
+      scanned.after = static_cast<float*>(state.mutable_data_ptr()) + turn * each + each;
+      scanned.out = bytes_at(y, turn * y.size(2));
+      scan(scanned);
+    }
   }
   // The logarithms of decays [tokens, heads], and then beta or dt. One token alone is a step, whose dt has no limits.
   static std::vector<float> decays(const LinearAttentionPart& a, const Array& rows, int64_t tokens, int64_t new_tokens) {

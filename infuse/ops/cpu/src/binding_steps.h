@@ -118,6 +118,7 @@ struct StepMachine : StateSteps {
              rows->stride(3) == 1;
     };
     if (!has_room(latents, a.latent) || !has_room(keys, a.turned) || given.start < 0) return std::nullopt;
+    if (!are_latents(a.heads * tokens, a.latent)) return std::nullopt;
     const Array q = array({batch, tokens, a.heads, width}, *from), kv = array_rows(*from, shared);
     multiply(a.q, a.q_a ? *norm(*a.q_norm, *made_by(*a.q_a, *from)) : *from, q, given.once);
     multiply(a.kv_a, *from, kv, given.once);
