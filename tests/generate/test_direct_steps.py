@@ -23,7 +23,7 @@ from infuse.native import kernels
 from infuse.ops.cpu.program import CosSin, NativeProgram
 from tests.models import vision_language
 from tests.models.families import BY_NAME, inputs
-from tests.support.one_calls import blocks
+from tests.support.one_calls import blocks, part_by_part
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 NEW = 9
@@ -414,3 +414,13 @@ def test_the_likeliest_is_as_torch_says(dtype: torch.dtype) -> None:
     assert torch.equal(likeliest(logits), logits[:, -1].float().argmax(-1))
     two = torch.cat((logits, logits.flip(-1)), dim=1)
     assert torch.equal(likeliest(two), two[:, -1].float().argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "deepseek-v3"])
+def test_latents_in_int8_are_the_models(name: str, made: list[bool]) -> None:
+    """C++ does not write them, and must not begin a step: the states of layers before them would be overwritten."""
+    engine = infuse.init_inference(BY_NAME[name].make(vocab_size=8192), dtype="fp32", kv_cache="int8")
+    found = answer(engine, batch=2)
+    assert not made
+    with part_by_part(engine.module):
+        assert torch.equal(answer(engine, batch=2), found)
