@@ -43,16 +43,16 @@ DEFAULT_GROUP = {"int8": 64, "int4": 64, "int3": 64, "int2": 64}
 # Candidates for each group's step. The one of least squared error is stored; tests hold it within 5 % of brute force.
 
 # Factors by which the largest value may exceed the grid and be clipped to an outermost code: 7 or -8 of int4.
-INT4_CLIPS = tuple(1.05**i for i in range(16))
+CLIPS = tuple(1.05**i for i in range(16))
 # By bits, symmetric: the step is the largest value divided by one of these.
 DIVISORS = MappingProxyType(
-    {bits: tuple(code * clip for clip in INT4_CLIPS for code in reversed(range_of(bits))) for bits in (2, 3, 4)}
+    {bits: tuple(code * clip for clip in CLIPS for code in reversed(range_of(bits))) for bits in (2, 3, 4)}
 )
 # Asymmetric: fractions of half the span that are cut off at the (high, low) ends. The ends differ by at most two places
 # of the list (34 candidates). Three places (44 candidates) reduce the error of groups of 32 to 4096 normal or Laplace
 # values by at most 0.15 %.
-INT4_CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)
-INT4_ENDS = tuple((high, low) for i, high in enumerate(INT4_CUTS) for low in INT4_CUTS[max(0, i - 2) : i + 3])
+CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)
+ENDS = tuple((high, low) for i, high in enumerate(CUTS) for low in CUTS[max(0, i - 2) : i + 3])
 INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is clipped
 # Asymmetric: steps between the smallest and the largest value; 253 is always possible.
 INT8_SPANS = (253, 255, 254, *range(252, 239, -1))
@@ -287,7 +287,7 @@ def _asymmetric(w_GN: torch.Tensor, dtype: torch.dtype, bits: int) -> Iterator[G
     half_G1 = high_G1 / 2 - low_G1 / 2
     lowest, highest = range_of(bits)
     units = 256 >> bits  # of a zero, in a step
-    for cut_high, cut_low in INT4_ENDS:
+    for cut_high, cut_low in ENDS:
         top_G1 = high_G1 - cut_high * half_G1
         scale_G1 = _stored_below((2 - cut_high - cut_low) / (highest - lowest) * half_G1, dtype)
         zero_G1 = (units * (highest - top_G1 / scale_G1)).round_().clamp_(-128, units * highest) / units

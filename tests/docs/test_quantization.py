@@ -15,7 +15,7 @@ import transformers
 
 from bench import quality
 from infuse.quant.blocks import BLOCKS
-from infuse.quant.integer import INT4_CLIPS, INT8_LARGEST, INT8_SPANS
+from infuse.quant.integer import CLIPS, INT8_LARGEST, INT8_SPANS
 from infuse.quant.parse import quant_format
 from infuse.quant.tables import TABLES
 
@@ -70,7 +70,7 @@ def test_the_numbers_of_candidates() -> None:
         f"| {len(INT8_SPANS)} spans between smallest and largest weight, {min(INT8_SPANS)} to {max(INT8_SPANS)} steps"
         in TEXT
     )
-    assert f"| int4 | {2 * len(INT4_CLIPS)}: the largest weight is up to {INT4_CLIPS[-1]:.1f} times" in TEXT
+    assert f"| int4 | {2 * len(CLIPS)}: the largest weight is up to {CLIPS[-1]:.1f} times" in TEXT
 
 
 # ---- bench/quality.py ----

@@ -16,7 +16,7 @@ from infuse.ops.quantize import dequantize, quantize, quantized_like
 from infuse.quant.floating import GRIDS, FloatFormat, positions
 from infuse.quant.format import LARGEST_WEIGHT, QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE
-from infuse.quant.integer import DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
+from infuse.quant.integer import DIVISORS, ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
 from infuse.quant.offset import OffsetFormat
 from infuse.quant.parse import quant_format
 
@@ -63,4 +63,4 @@ def _candidates(format: IntegerFormat | FloatFormat, length: int) -> Tensor:
         return torch.tensor(INT8_LARGEST if format.symmetric else INT8_SPANS, dtype=torch.float32)
     if format.symmetric:
         return torch.tensor(DIVISORS[4], dtype=torch.float32)
-    return torch.tensor([(high, (2 - high - low) / 15) for high, low in INT4_ENDS], dtype=torch.float32)
+    return torch.tensor([(high, (2 - high - low) / 15) for high, low in ENDS], dtype=torch.float32)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
-from infuse.ops.triton.kernels.words import codes_in_word, dot, offset, unit, value, zero_unit
+from infuse.ops.triton.kernels.words import codes_in_word, dot, shift_and_offset, unit, value
 
 
 @triton.jit
@@ -116,12 +116,7 @@ def add_tile(
         shift = tl.zeros((1, 1, 1), tl.float32)
         added = None
         if zero is not None:
-            third = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
-            if zero.dtype.element_ty == tl.float32:  # an offset, of codes from 0 on
-                shift -= offset(FORMAT)
-                added = third
-            else:
-                shift = third * zero_unit(FORMAT)
+            shift, added = shift_and_offset(zero, group, inside, FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
             x_tile = rows_of_tile(
@@ -201,12 +196,7 @@ def dequantize_rows(
     shift = 0.0
     added = None
     if zero is not None:
-        third = tl.load(zero + group, mask=there, other=0).to(tl.float32)
-        if zero.dtype.element_ty == tl.float32:  # an offset, of codes from 0 on
-            shift -= offset(FORMAT)
-            added = third
-        else:
-            shift = third * zero_unit(FORMAT)
+        shift, added = shift_and_offset(zero, group, there, FORMAT)
     for j in tl.static_range(CODES):
         y = weights(words, high, step, shift, added, j, FORMAT, out.dtype.element_ty)
         tl.store(out + place * inputs + segment * SEGMENT + j * WORDS + word, y, mask=known)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
-from infuse.ops.triton.kernels.words import codes_in_word, offset, tiny_scale, tiny_value, unit, value, zero_unit
+from infuse.ops.triton.kernels.words import codes_in_word, offset, shift_and_offset, tiny_scale, tiny_value, unit, value
 
 
 @triton.jit
@@ -144,12 +144,8 @@ def tile_of_row(
     shift = offset(FORMAT) if TINY else 0.0
     added = None
     if zero is not None:
-        third = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
-        if zero.dtype.element_ty == tl.float32:  # an offset, of codes from 0 on
-            shift -= offset(FORMAT)
-            added = third
-        else:
-            shift += third * zero_unit(FORMAT)
+        of_zero, added = shift_and_offset(zero, group, inside, FORMAT)
+        shift += of_zero
     for j in tl.static_range(CODES):
         k = segment * SEGMENT + j * WORDS + word
         x_j = tl.load(x + k, mask=segment < segments, other=0.0).to(tl.float32)

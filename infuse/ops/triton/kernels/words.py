@@ -113,3 +113,16 @@ def unit(FORMAT, TINY):
 def zero_unit(FORMAT):
     """The factor from a stored zero point to codes."""
     return 1.0 if FORMAT == "int8" else 0.0625
+
+
+@triton.jit
+def shift_and_offset(zero, group, inside, FORMAT: tl.constexpr):
+    """Of groups: what is subtracted from their codes, and what is added to these times the scale, or None.
+
+    `zero` holds zero points; or, in float32, offsets of codes that begin with 0.
+    """
+    third = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
+    if zero.dtype.element_ty == tl.float32:
+        return tl.zeros_like(third) - offset(FORMAT), third
+    else:
+        return third * zero_unit(FORMAT), None
