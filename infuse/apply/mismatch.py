@@ -58,8 +58,12 @@ def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = 
 
 
 def _structure_mismatch(trial: Trial, step: Step, cases: list[Case], wanted: compare.Expected) -> str | None:
-    plain = trial.builder.built(step.plain, _widest(trial.model.get_submodule(step.path)))
-    return compare.structure_mismatch(plain, cases, wanted)
+    """Compare in float32, once for all steps that differ only in formats and bodies."""
+    key = trial.key(plain := step.plain)
+    if key not in trial.structures:
+        new = trial.builder.built(plain, _widest(trial.model.get_submodule(step.path)))
+        trial.structures[key] = compare.structure_mismatch(new, cases, wanted)
+    return trial.structures[key]
 
 
 def _widest(module: nn.Module) -> torch.dtype | None:

@@ -23,7 +23,8 @@ class Trial:
 
     `called`: steps of linears and experts, by path, and `callers`: of these. `calls_with_all`: keyword arguments of a
     caller's call, and whether it gives the same with all the new ones in it. `interpretations`: key of a layer that
-    keeps its forward → number of the proven interpretation. `modules`: proven modules that can be put in.
+    keeps its forward → number of the proven interpretation. `structures`: key of a layer's plain step → why it is not
+    the original's function, or None. `modules`: proven modules that can be put in.
     """
 
     plan: Plan
@@ -34,6 +35,7 @@ class Trial:
     callers: dict[str, Caller] = field(default_factory=dict)
     calls_with_all: list[tuple[dict[str, Any], bool]] = field(default_factory=list)
     interpretations: dict[tuple, int] = field(default_factory=dict)
+    structures: dict[tuple, str | None] = field(default_factory=dict)
     modules: list[tuple[Step, nn.Module]] = field(default_factory=list)
     _keys: dict[int, tuple[Step, tuple]] = field(default_factory=dict)  # by id of the step, which is kept alive here
     _numbers: dict[tuple, int] = field(default_factory=dict)  # by likeness, because likenesses are slow to compare

@@ -6,9 +6,10 @@ shards and quantization never see an interleaving. Rows are the first axis of we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from infuse.architectures.part import named
 from infuse.parallel.slices import Cut, Range, Span, taken, total
 
 BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]: GPT-2, Phi-3, MPT
@@ -178,10 +179,31 @@ def apart(fill: Fill, matrix: str, groups: Sequence[Sequence[int]], sizes: Seque
             of_group = (sum(span.length for span in rows),) if fill.rows else tuple(sizes[source] for source in group)
             cut = Cut(0, _kept(whole, fill.cut.ranges, group), of_group)
         sources = tuple(fill.sources[source] for source in group)
-        target = f"{part.path}.{leaf}"
+        target = named(part.path, leaf)
         own_rows = rows if fill.rows else ()
         fills.append(replace(fill, target=target, sources=sources, rows=own_rows, cut=cut, part=part))
     return fills
+
+
+def rejoined(fills: Iterable[Fill]) -> list[Fill]:
+    """Undo `apart` for each matrix, and its bias, whose parts are one run of whole sources each; keep other fills."""
+    parts: dict[str, list[Fill]] = {}
+    for fill in fills:
+        parts.setdefault(_merged_target(fill), []).append(fill)
+    made: list[Fill] = []
+    for target, found in parts.items():
+        if any(fill.part is None or len(fill.part.rows) > 1 or fill.rows or fill.cut is not None for fill in found):
+            made += found
+            continue
+        in_order = sorted(found, key=lambda fill: fill.part.rows if fill.part else ())
+        sources = tuple(source for fill in in_order for source in fill.sources)
+        made.append(replace(in_order[0], target=target, sources=sources, part=None))
+    return made
+
+
+def _merged_target(fill: Fill) -> str:
+    """The fill's target, or for a part that of the merged matrix or bias."""
+    return fill.target if fill.part is None else named(fill.part.matrix, fill.target.rpartition(".")[2])
 
 
 def _places(spans: Sequence[Span], group: Sequence[int]) -> tuple[Range, ...]:

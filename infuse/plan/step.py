@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.packing import Fill, Part
+from infuse.architectures.packing import Fill, Part, rejoined
 from infuse.architectures.part import Matrix
 from infuse.architectures.ranks import Shape
 from infuse.architectures.split import SplitShape
@@ -68,8 +68,9 @@ class Step:
 
     @property
     def plain(self) -> Step:
-        """The step with reference bodies and without quantization."""
-        return replace(self, bodies=(), fills=tuple(replace(fill, format=None, ordered=False) for fill in self.fills))
+        """The step with reference bodies and without quantization, in which no matrix is kept apart from others."""
+        fills = (replace(fill, format=None, as_stored=False, ordered=False) for fill in rejoined(self.fills))
+        return replace(self, bodies=(), fills=tuple(fills))
 
     @property
     def likeness(self) -> tuple:

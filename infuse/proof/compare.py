@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from infuse.architectures.experts import ExpertsShape
 from infuse.dtype_cast import in_dtype
@@ -30,7 +29,6 @@ from infuse.proof.cases import CACHE, Case
 from infuse.proof.routes import Route, fed, recorded, repeated, routes_mismatch
 from infuse.proof.sessions import hook_sessions, of_tokens, our_cache, our_int8_cache, session_inputs
 from infuse.quant.parse import quant_format
-from infuse.temporary_hooks import answered_by
 
 # Relative to the root mean square of the values. float32: difference between two summation orders over some thousand
 # terms. 16 bits: half a unit in the last place.
@@ -131,7 +129,7 @@ def expected_exact(layer: nn.Module, cases: list[Case], routers: Mapping[str, st
     routers = routers or {}
     paths, exact, routes = routers.values(), [], []
     together = _together(cases)
-    with in_dtype(layer, torch.float32), _large_products_by_onednn(layer):
+    with in_dtype(layer, torch.float32), _LargeProductsByOneDNN():
         for case in [together] if together else cases:
             with recorded(layer, paths) as seen:
                 exact.append(outputs(layer, case, torch.float32, case.caches[0]))
@@ -143,30 +141,22 @@ def expected_exact(layer: nn.Module, cases: list[Case], routers: Mapping[str, st
     return Expected(exact, [[0.0] * len(row) for row in exact], routers, routes, routes)
 
 
-@contextmanager
-def _large_products_by_onednn(layer: nn.Module) -> Iterator[None]:
+class _LargeProductsByOneDNN(TorchFunctionMode):
     """Multiply with large float32 weights by oneDNN, as `in_dtype` does with those that it casts.
 
     On AMD, MKL, which F.linear calls, takes 1.3 times as long for some dozen rows, and twice as long for a few.
     """
-    with ExitStack() as undo:
-        for module in layer.modules():
-            if type(module) is nn.Linear and torch.backends.mkldnn.is_available() and _favours_onednn(module):
-                undo.enter_context(answered_by(module, partial(_by_onednn, module)))
-        yield
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and _favours_onednn(*args[:2]):
+            x, weight, bias = (*args, None)[:3]
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return func(*args, **(kwargs or {}))
 
 
-def _favours_onednn(linear: nn.Linear) -> bool:
-    if not vars(linear).keys().isdisjoint({"forward", "_combine"}):  # more than a product
-        return False
-    weight = linear.weight
-    return weight.numel() >= _ONEDNN_VALUES and weight.dtype == torch.float32 and weight.device.type == "cpu"
-
-
-def _by_onednn(linear: nn.Linear, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:
-        return F.linear(x, linear.weight, linear.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "none", [], "")
+def _favours_onednn(x: Tensor, weight: Tensor) -> bool:
+    fits = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
+    return fits and weight.numel() >= _ONEDNN_VALUES and torch.backends.mkldnn.is_available()
 
 
 def with_own_error(
@@ -252,7 +242,7 @@ def _exact(caches: Iterable[Any]) -> Iterator[Any]:
 def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
     """Return why `new` (reference bodies, no quantization) is not the same function as the original; None if it is."""
     exact = [replace(case, caches=tuple(_exact(case.caches))) for case in cases]
-    with in_dtype(new, torch.float32):
+    with in_dtype(new, torch.float32), _LargeProductsByOneDNN():
         allowed = [[STRUCTURE_TOLERANCE] * len(row) for row in wanted.exact]
         return _mismatch(new, exact, wanted, torch.float32, allowed)
 

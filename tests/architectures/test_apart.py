@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from infuse.architectures.packing import Fill, apart
+from infuse.architectures.packing import Fill, apart, rejoined
 from infuse.parallel.slices import Cut, Span
 from infuse.weights.fill import filled, source_tensors
 from infuse.weights.lazy import InMemory
@@ -43,3 +43,23 @@ def test_parts_are_the_rows_of_the_whole(
             shapes = {name: tuple(TENSORS[name].shape) for name in part.sources}
             assert all(torch.equal(TENSORS[n], t) for n, t in source_tensors(part, held, shapes).items())
     assert bool((covered == 1).all())
+
+
+@pytest.mark.parametrize("groups", [((0, 1), (2,)), ((0,), (1,), (2,)), ((1, 2), (0,)), ((2,), (0,), (1,))])
+def test_parts_in_one_run_each_are_rejoined(groups: Sequence[Sequence[int]]) -> None:
+    other = Fill("out.weight", ("o.weight",))
+    fills = [Fill(f"qkv.{leaf}", tuple(f"{name}.{leaf}" for name in "qkv")) for leaf in ("weight", "bias")]
+    parts = [part for fill in fills for part in apart(fill, "qkv", groups, SIZES)]
+    assert rejoined([parts[0], other, *parts[1:]]) == [fills[0], other, fills[1]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "cut"),
+    [(((0, 2), (1,)), (), None), (((0, 1), (2,)), GATED, None), (((0, 1), (2,)), (), CUT)],
+    ids=["two runs", "rows", "a cut"],
+)
+def test_parts_whose_order_is_lost_stay_apart(
+    groups: Sequence[Sequence[int]], rows: tuple[Span, ...], cut: Cut | None
+) -> None:
+    parts = apart(Fill("qkv.weight", NAMES, rows=rows, cut=cut), "qkv", groups, SIZES)
+    assert rejoined(parts) == parts

@@ -42,7 +42,9 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The modules: `infuse.plan` as an attribute is the function.
-APPLY, PLAN = (importlib.import_module(f"infuse.{name}") for name in ("apply.build", "plan.decide"))
+APPLY, PLAN, COMPARE = (
+    importlib.import_module(f"infuse.{name}") for name in ("apply.build", "plan.decide", "proof.compare")
+)
 RMS_1, RMS_2 = Norm("post_attention_layernorm", "rms"), Norm("input_layernorm", "rms")
 _Q, _K, _V = (f"self_attn.{name}_proj" for name in "qkv")
 
@@ -228,6 +230,23 @@ def test_sample_proves_one_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     applied(model, verify="sample")
     assert len(blocks(model)) == 3, "the first layer speaks for all: that is what a sample is"
     assert float((outputs("llama", model) - wanted).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(("verify", "times"), [("sample", 1), ("all", 3)])
+def test_layers_that_differ_only_in_formats_are_compared_in_float32_once(
+    verify: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind is still compared with the original as it will run."""
+    structure, result = Mock(wraps=COMPARE.structure_mismatch), Mock(wraps=COMPARE.result_mismatch)
+    monkeypatch.setattr(COMPARE, "structure_mismatch", structure)
+    monkeypatch.setattr(COMPARE, "result_mismatch", result)
+    model = BY_NAME["llama"].make()
+    names = {"0.self_attn.v_proj": "int4:32", "1.mlp.up_proj": None}
+    quant = {"format": "int8", "weight": {"post_init_quant": names}}
+    applied(model, verify=verify, quant=quant)
+    assert len(blocks(model)) == 3 and structure.call_count == times
+    steps = [call.args[1].path for call in result.call_args_list]
+    assert [path for path in steps if ".layers." in path] == [f"model.layers.{n}" for n in range(3)]
 
 
 @pytest.mark.parametrize("keys", [dict(dtype="fp32"), dict(dtype="bf16")], ids=str)
