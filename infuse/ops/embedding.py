@@ -34,7 +34,7 @@ def _fake(index: Tensor, buffers: Sequence[Tensor], *arguments: Any) -> Tensor:
 @quantized_embedding.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     texts = ("int8", "int4:32:asymmetric", "fp8", "fp6:32", "int8:f16", "int8:f32", "nvfp4", "int3:32", "int2")
-    for text in (*texts, "int4:32:offset"):
+    for text in (*texts, "int4:32:offset", "int2:32:offset"):
         table = quant_format(text).quantize(torch.randn(33, 64, device=device))
         for shape in ((), (1,), (2, 3), (0,)):
             index = torch.randint(33, shape, device=device)

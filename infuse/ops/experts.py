@@ -197,6 +197,7 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
         "int4:32:offset",
         "int3:32",
         "int2:16:asymmetric",
+        "int2:16:offset",
     )
     for i, text in enumerate(texts):
         fitting = [sizes for sizes in _CASES if not any(quant_format(text).fits(inputs) for inputs in sizes[3:5])]

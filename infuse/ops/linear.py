@@ -166,7 +166,7 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
     texts = (
         "int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4",
         "int4:f16", "int8:32:f32", "fp8:64:f32", "nf4", "fp4:32", "int3", "int3:32:asymmetric:f16", "int2:16",
-        "int2:32:asymmetric:f32", *BLOCKS, "int4:32:offset",
+        "int2:32:asymmetric:f32", *BLOCKS, "int4:32:offset", "int3:32:offset:f16", "int2:16:offset",
     )  # fmt: skip
     for i, text in enumerate(texts):
         cases = _neighbours(dtype, device, block.inputs if (block := BLOCKS.get(text)) else 1)

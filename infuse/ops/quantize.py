@@ -36,7 +36,7 @@ _TEXTS = (
     "int8", "int8:7", "int8:row:asymmetric", "int8:groups=2", "int4:32", "int4:6:asymmetric", "int4:row",
     "int4:groups=2:asymmetric", "fp8", "fp8:7", "fp8:groups=2", "fp6", "fp6:4", "fp6:row", "int4:32:asymmetric:f16",
     "int8:64:f32", "nf4:32", "q4_1", "nvfp4", "int3:8", "int3:32:asymmetric", "int2:16:f16", "int2:32:asymmetric",
-    "int4:32:offset", "int4:32:offset:f16",
+    "int4:32:offset", "int4:32:offset:f16", "int3:32:offset", "int2:32:offset",
 )  # fmt: skip
 _SHAPES = ((0, 64), (1, 64), (33, 128), (7, 42), (3, 4160))
 

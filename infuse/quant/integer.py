@@ -188,14 +188,22 @@ def unpack_nibbles(data: torch.Tensor) -> torch.Tensor:
 
 def pack_integers(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """Pack codes of 2, 3 or 4 bits, int8 [R, in], into uint8 [R, in * bits / 8] as unsigned ones, lowest bits first."""
-    unsigned = (codes + (1 << bits - 1)).to(torch.uint8)
-    return pack_nibbles(unsigned) if bits == 4 else pack_bits(unsigned, bits)
+    return pack_unsigned((codes + (1 << bits - 1)).to(torch.uint8), bits)
 
 
 def unpack_integers(data: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """Inverse of pack_integers."""
-    unsigned = unpack_nibbles(data) if bits == 4 else unpack_bits(data, bits)
-    return unsigned.to(torch.int8) - (1 << bits - 1)
+    return unpack_unsigned(data, bits).to(torch.int8) - (1 << bits - 1)
+
+
+def pack_unsigned(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """pack_integers for codes that count from 0, uint8 [R, in]."""
+    return pack_nibbles(codes) if bits == 4 else pack_bits(codes, bits)
+
+
+def unpack_unsigned(data: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of pack_unsigned."""
+    return unpack_nibbles(data) if bits == 4 else unpack_bits(data, bits)
 
 
 def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -25,8 +25,8 @@ from infuse.quant.tables import TableFormat
 _POSSIBLE = (
     "int8, int8:GROUP, int8:row, int8:groups=N; int4, int3, int2, fp8, fp6, nf4, fp4 likewise; those of integers also "
     "with :symmetric or :asymmetric behind, with :f16, which keeps scales in float16, and with :f32; int8 and int4 "
-    "with :a8, which lets products of many tokens round activations to 8 bits; fp8 with :f32; int4 with :offset in the "
-    f"place of :asymmetric; mxfp4; those of files: {', '.join(BLOCKS)}"
+    "with :a8, which lets products of many tokens round activations to 8 bits; fp8 with :f32; int4, int3, int2 with "
+    f":offset in the place of :asymmetric; mxfp4; those of files: {', '.join(BLOCKS)}"
 )
 _GROUPED = {**INTEGER, **FLOATING, **MICROSCALING, **TABLES}
 _OWN = {*_GROUPED, *BLOCKS}
@@ -107,7 +107,7 @@ def _grouped(text: str, name: str, options: list[str]) -> GroupedFormat:
     families = ((INTEGER, IntegerFormat), (FLOATING, FloatFormat), (MICROSCALING, MicroscalingFormat))
     family = next((family for names, family in families if name in names), TableFormat)
     if has_offset and family is not IntegerFormat:
-        raise ConfigError(f"{name} has no :offset; possible: {name}, or int4 with :offset")
+        raise ConfigError(f"{name} has no :offset; possible: {name}, or int4, int3, int2 with :offset")
     family = OffsetFormat if has_offset else family
     return family(name, bits, size, symmetric, groups, activation_bits=activation_bits, **scales)
 

@@ -53,7 +53,7 @@ def test_the_table_is_that_of_the_formats() -> None:
 
 def test_the_table_of_files_is_that_of_the_formats() -> None:
     rows = re.findall(r"^\| `([\w:]+)` \| [\w, -]+ \| (\d+)[\w, ]* \| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
-    assert {text for text, *_ in rows} == {*BLOCKS, *TABLES, "int4:128:offset", "int3", "int2"}
+    assert {text for text, *_ in rows} == {*BLOCKS, *TABLES, "int4:128:offset", "int2:128:offset", "int3", "int2"}
     for text, inputs, bits, error in rows:
         format = quant_format(text)
         assert format.fits(int(inputs)) is None and format.fits(int(inputs) // 2)

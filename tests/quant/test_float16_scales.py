@@ -30,6 +30,7 @@ TEXTS = (
     "int4:32:asymmetric:f16",
     "int4:row:f16",
     "int4:32:offset:f16",
+    "int2:32:offset:f16",
 )
 IDS = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

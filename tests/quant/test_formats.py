@@ -18,7 +18,8 @@ from tests.support.round_trips import normal, relative_error, round_trip, weight
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
 SHORT = ("int3:{}", "int3:{}:asymmetric", "int2:{}", "int2:{}:asymmetric")
 FULL_RANGE = (*INTEGERS, *SHORT, "fp8:{}", "fp6:{}")
-KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16", "int4:{}:offset", "int4:{}:offset:f32")
+OFFSETS = ("int4:{}:offset", "int4:{}:offset:f32", "int3:{}:offset", "int2:{}:offset:f16")
+KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16", *OFFSETS)
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
 
@@ -63,6 +64,8 @@ def test_unknown_text_lists_what_is_possible(text: object) -> None:
         ("int3:12", "a multiple of 8, not 12"),
         ("int2:6", "a multiple of 4, not 6"),
         ("int3:a8", "int3 has no :a8"),
+        ("int8:64:offset", "possible: int4, int3, int2 with :offset"),
+        ("fp8:64:offset", "possible: fp8, or int4, int3, int2 with :offset"),
     ],
 )
 def test_impossible_numbers(text: str, reason: str) -> None:

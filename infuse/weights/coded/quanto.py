@@ -16,12 +16,13 @@ Files do not tell how many groups a row has: the model's shape does. A file quan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from infuse.quant.integer import pack_nibbles
+from infuse.quant.integer import pack_unsigned, range_of
 from infuse.weights.coded.buffers import BITS, InRows, Rows, Tiled, mapped, scale_buffer, without_nan
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, ceil_div
 from infuse.weights.coded.scaled import group_text
@@ -79,12 +80,13 @@ class _Codes:
 class Grouped:
     """A matrix whose groups are known, but only the model knows its rows: [groups, size], float32.
 
-    `scale` and `shift` are [groups, 1]. `in_shape` is the matrix [out, in].
+    `scale` and `shift` are [groups, 1]; a format of `bits` keeps the codes. `in_shape` is the matrix [out, in].
     """
 
     codes: LazyTensor
     scale: LazyTensor
     shift: LazyTensor
+    bits: int
 
     dtype, coded = torch.float32, None
 
@@ -102,11 +104,11 @@ class Grouped:
         count, size = self.shape
         if len(shape) != 2 or count * size != shape[0] * shape[1] or shape[1] % size:
             return None
-        return _matrix(shape, InRows(self.codes, shape), self.scale, self.shift)
+        return _matrix(shape, InRows(self.codes, shape), self.scale, self.shift, self.bits)
 
 
-def _matrix(shape: Shape, codes: LazyTensor, scale: LazyTensor, shift: LazyTensor) -> LazyTensor:
-    """The matrix of codes [out, in], with scale and shift [groups, 1]; by its values if groups are odd."""
+def _matrix(shape: Shape, codes: LazyTensor, scale: LazyTensor, shift: LazyTensor, bits: int) -> LazyTensor:
+    """The matrix of codes [out, in], with scale and shift [groups, 1], in int4 or int2; by values if groups are odd."""
     (out, inputs), is_offset = shape, shift.dtype.is_floating_point
     groups = scale.shape[0] // out
     size = inputs // groups
@@ -115,14 +117,20 @@ def _matrix(shape: Shape, codes: LazyTensor, scale: LazyTensor, shift: LazyTenso
         zero, offset = (None, mapped(shifts, torch.float32, _negative)) if is_offset else (shifts, None)
         return Values(shape, codes, of_int8, rows, regular_groups(inputs, size), zero, offset)
     option, scales = scale_buffer(rows, has_float16=True)
-    buffers = {"data": Rows(codes, inputs // 2, torch.uint8, pack_nibbles), "scale": scales}
+    data = Rows(codes, inputs * bits // 8, torch.uint8, partial(pack_unsigned, bits=bits))
+    buffers: dict[str, LazyTensor] = {"data": data, "scale": scales}
     if is_offset:
         buffers["offset"] = mapped(shifts, BITS, lambda read: _negative(read).view(BITS))
-    else:  # int4 has codes less 8, and sixteenths of a step
-        buffers["zero"] = mapped(shifts, torch.int8, lambda read: (read.to(torch.int8) - 8) * 16)
+    else:
+        buffers["zero"] = mapped(shifts, torch.int8, partial(_zeros, bits))
     kind = "offset" if is_offset else "asymmetric"
-    coded = Coded(f"int4:{group_text(size, inputs)}:{kind}{option}", buffers)
+    coded = Coded(f"int{bits}:{group_text(size, inputs)}:{kind}{option}", buffers)
     return CodedTensor(shape, torch.float32, coded)
+
+
+def _zeros(bits: int, read: Tensor) -> Tensor:
+    """Zeros among unsigned codes as formats have them: among signed codes, and in parts of a step."""
+    return (read.to(torch.int8) + range_of(bits)[0]) * (256 >> bits)
 
 
 def _negative(read: Tensor) -> Tensor:
@@ -211,7 +219,7 @@ def _add_unpacked(found: Found, members: Members) -> None:
     if count % out or inputs % (count // out):
         members.fault("_scale", f"has {count} groups for {data.shape}")
         return
-    found.tensors[members.path] = _matrix(data.shape, data, scale, shift)
+    found.tensors[members.path] = _matrix(data.shape, data, scale, shift, 4)
 
 
 def _add_few(found: Found, raw: Raw, members: Members) -> str | None:
@@ -228,12 +236,14 @@ def _add_few(found: Found, raw: Raw, members: Members) -> str | None:
         what = f"is {data.shape} for {count} groups; possible: ({ceil_div(count, 2)}, group) of 4 bits"
         inner.fault("_data", f"{what}, ({ceil_div(count, 4)}, group) of 2")
         return None
+    kept = 4 if size % 4 else bits  # groups of int2 fill bytes
     if not shift.dtype.is_floating_point:
         low, most = (int(bound) for bound in torch.aminmax(shift.read()))
         if low < 0 or most > 15:
             members.fault("_shift", f"holds {low} to {most}; possible, if it is an integer: 0 to 15")
             return None
+        kept = 4 if most >= 2**bits else kept
     if size % 2:
         found.note(f"codes become plain values (groups of {size} are odd)", members.path)
-    found.tensors[members.path] = Grouped(_Codes(data, (count, size), bits), scale, shift)
+    found.tensors[members.path] = Grouped(_Codes(data, (count, size), bits), scale, shift, kept)
     return f"qint{bits}"

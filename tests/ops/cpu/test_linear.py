@@ -43,6 +43,7 @@ FORMATS = (
     "int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric",
     "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row", "int8:32:f16",
     "int4:32:asymmetric:f16", "int3:32", "int3:96:asymmetric:f16", "int3:row:f32", "int2:16:asymmetric", "int2:96:f16",
+    "int4:32:offset", "int3:32:offset:f32", "int2:16:offset", "int2:96:offset:f16",
 )  # fmt: skip
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 

@@ -13,8 +13,8 @@ namespace infuse {
 constexpr int64_t kMostIntegerInputs = 1 << 16;
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x. A quantized one is stored in panels
-// (panels.h), with w = scale * (code - zero * unit) or w = scale * (code + 8) + offset; or w = scale * code - shift where
-// scales are in blocks.
+// (panels.h), with w = scale * (code - zero * unit) or w = scale * (code - lowest code) + offset; or w = scale * code -
+// shift where scales are in blocks.
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels

@@ -219,9 +219,9 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
         } else if (zeros) {
           const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-Coding<C>::zero_unit);
           for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
-        } else if (C == Code::int4 && a.offset) {
+        } else if (has_offsets(C) && a.offset) {
           const Vec offset = load(a.offset + (panel * a.groups + g) * kPanelRows + lane, Vec::width);
-          const Vec shift = fma(scale, Vec(-kLeastCode), offset);
+          const Vec shift = fma(scale, Vec(-least_code(Coding<C>::zero_unit)), offset);
           for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
         }
       }

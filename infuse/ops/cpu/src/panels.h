@@ -144,7 +144,6 @@ template <class V>
 }
 
 // Of a group: w = scale * (code - zero) - shift. Shifts are those of blocks, or offsets, whose codes begin with 0.
-constexpr float kLeastCode = -8;  // of int4, which alone has offsets
 struct OfGroup {
   Vec scale, zero, shift;
   Vec value(Vec code) const { return (code - zero) * scale - shift; }
@@ -213,6 +212,9 @@ struct OfBlock {
   }
 };
 
+// The lowest code of integers, which offsets count from. It is also the lowest zero point, -128 steps of it.
+constexpr float least_code(float unit) { return -128 * unit; }
+
 // Scale and shift of group g of a panel; `unit`: a step of a zero.
 inline OfGroup group_of(const LinearArgs& a, const Scales& scales, int64_t panel, int64_t g, int lane, float unit) {
   OfGroup group;
@@ -220,7 +222,7 @@ inline OfGroup group_of(const LinearArgs& a, const Scales& scales, int64_t panel
     const int64_t at = (panel * a.groups + g) * kPanelRows + lane;
     group.scale = scales.load(at);
     if (a.zero) group.zero = load_zeros(a.zero + at) * Vec(unit);
-    if (a.offset) group.zero = Vec(kLeastCode), group.shift = Vec() - load(a.offset + at, Vec::width);
+    if (a.offset) group.zero = Vec(least_code(unit)), group.shift = Vec() - load(a.offset + at, Vec::width);
     return group;
   }
   const int in_block = a.blocks->groups();

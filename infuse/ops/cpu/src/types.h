@@ -29,7 +29,9 @@ enum class Scaling { bf16, f16, f32, blocks };
 constexpr bool has_half_scales(Code code) {
   return code == Code::int8 || code == Code::int4 || code == Code::two || code == Code::three;
 }
-// And these in f32.
+// Those of these may have an offset for each group.
+constexpr bool has_offsets(Code code) { return has_half_scales(code) && code != Code::int8; }
+// Those of these may have scales in f32.
 constexpr bool has_wide_scales(Code code) { return has_half_scales(code) || code == Code::fp8 || code == Code::real4; }
 
 enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, tanh };
