@@ -100,7 +100,7 @@ def test_scales_in_float32_stay_when_a_model_is_cast() -> None:
     assert torch.equal(module.to(torch.bfloat16).scale, held.tensors["scale"])
 
 
-@pytest.mark.parametrize("text", ["int8:64:f32", "fp8:128:f32", "q4_k", "nf4"])
+@pytest.mark.parametrize("text", ["nvfp4", "iq4_nl", "iq4_xs", "nf4", "fp4:32"])
 def test_kernels_that_do_not_know_a_format_leave_it_to_the_reference(text: str) -> None:
     assert "no kernel" in (WORDS.declines(quant_format(text), 256) or "")
 

@@ -19,6 +19,8 @@ MOST_NORMED_ROWS = 8
 NORMED_VALUES = 4096  # values of a tile of rows that are read at once for the norm
 LARGEST_TILE = 64  # rows of x
 FEW_TOKENS = 4  # up to here the experts of each token stream their rows
+# Formats whose kernels need more registers: their codes are joined of two parts.
+HIGH_PARTS = ("int3", "q3_k", "q5_0", "q5_1", "q5_k", "q6_k")
 MOST_QUANTIZED_ROWS = 256  # with more rows, dequantize the weight once and use PyTorch's product
 
 
@@ -80,25 +82,28 @@ def plain_tiles(rows: int, outputs: int, inputs: int, gated: bool = False) -> Ti
     return Tiles(wide, 128, 4, tile, splits_for(-(-outputs // wide), -(-inputs // 128)), stages=4)
 
 
-def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
-    """One row and a weight in segments of `words` words: 16 bytes per thread and output.
+def quantized_row(outputs: int, segments: int, format: str, words: int) -> Tiles:
+    """One row and a weight in `segments` of `words` words: 16 bytes per thread and output.
 
-    Measured on an H200 over the matrices of Llama-3-8B: outputs, warps and stages of the pipeline.
+    Measured on an H200 over the matrices of Llama-3-8B: outputs, warps and stages of the pipeline, for int8, fp8, fp6
+    and int4. Others were chosen so that registers suffice: each segment needs those of a scale, too.
     """
-    wide, warps, stages = {"int8": (4, 1, 3), "fp8": (8, 2, 2), "fp6": (4, 2, 1)}.get(format, (8, 2, 1))
-    depth = max(warps * 32 * 4 // words, 1)
-    segments = inputs // (words * (4 if format in ("int8", "fp8") else 8))
+    narrow = words < 4 or format in HIGH_PARTS
+    wide, warps, stages = {"int8": (4, 1, 3), "fp8": (8, 2, 2), "fp6": (4, 2, 1)}.get(
+        format, (4 if narrow else 8, 2, 1)
+    )
+    depth = max(warps * 32 * min(2 * words, 4) // words, 1)
     depth = min(depth, power_above(segments))
     splits = splits_for(-(-outputs // wide), -(-segments // depth))
     return Tiles(wide, depth, warps, splits=splits, stages=stages)
 
 
-def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:
-    """Two or more rows: the depth of one tensor-core product is at least 16 words."""
+def quantized_tiles(rows: int, outputs: int, segments: int, format: str, words: int) -> Tiles:
+    """Two or more rows: the depth of one tensor-core product is at least 16 words, and no more of short segments."""
     tile = min(max(power_above(rows), 16), LARGEST_TILE)
-    wide, packed = 64, format in ("int4", "mxfp4", "fp6")
-    depth = max((32 if packed else 64) // words, 1)
-    segments = inputs // (words * (8 if packed else 4))
+    packed = format not in ("int8", "fp8")
+    wide = 32 if packed and (words < 4 or format in HIGH_PARTS) else 64
+    depth = max((min(16 * words, 32) if packed else 64) // words, 1)
     programs = -(-rows // tile) * -(-outputs // wide)
     return Tiles(wide, depth, 4, tile, splits_for(programs, -(-segments // depth)), stages=2 if packed else 3)
 

@@ -32,7 +32,7 @@ from infuse.ops.triton.configurations import (
 from infuse.ops.triton.words import CODES, WORDS, segment_of, unpacked
 from infuse.quant.parse import quant_format
 
-_Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # data, scale, zero, bias
+_Held = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None]  # data, scale, zero, groups, bias
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,23 @@ class _Matrix:
     data: Tensor
     scale: Tensor | None
     zero: Tensor | None
+    groups: int
     bias: Tensor | None
     inputs: int
     outputs: int
     format: str  # "plain" or the name of a format
 
     @property
-    def _groups(self) -> int:
-        return 1 if self.scale is None else self.scale.shape[1]
-
-    @property
     def _segment(self) -> int:
-        return segment_of(self.inputs, self._groups)
+        return segment_of(self.inputs, self.groups)
 
     @property
     def arguments(self) -> tuple:
         """The kernels' arguments for this matrix."""
         bias = None if self.bias is None else self.bias.contiguous()
-        of_group = 1 if self.scale is None else self.inputs // self._segment // self._groups
+        of_group = 1 if self.scale is None else self.inputs // self._segment // self.groups
         tensors = self.data, self.scale, self.zero, bias
-        return *tensors, self.inputs, self.outputs, self.data.stride(0), self._groups, of_group
+        return *tensors, self.inputs, self.outputs, self.data.stride(0), self.groups, of_group
 
     def constants(self, chosen: Tiles) -> dict[str, Any]:
         """The compile-time constants of a kernel that takes the tiles `chosen`."""
@@ -78,7 +75,8 @@ class _Matrix:
         """The launch for single routes."""
         if self.scale is None:
             return plain_row(self.outputs, self.inputs, element_bytes, gated=True)  # eight outputs at once
-        return quantized_row(self.outputs, self.inputs, self.format, self._segment // CODES[self.format])
+        segments, words = self.inputs // self._segment, self._segment // CODES[self.format]
+        return quantized_row(self.outputs, segments, self.format, words)
 
     def tiles(self, rows: int, element_bytes: int) -> Tiles:
         """The launch for `rows` tokens of an average expert."""
@@ -86,7 +84,8 @@ class _Matrix:
             return expert_tiles(rows, element_bytes)
         # With more rows, float32 tiles do not fit the shared memory.
         rows = min(rows, FEW_ROWS) if element_bytes == 4 else rows
-        return quantized_tiles(rows, self.outputs, self.inputs, self.format, self._segment // CODES[self.format])
+        segments, words = self.inputs // self._segment, self._segment // CODES[self.format]
+        return quantized_tiles(rows, self.outputs, segments, self.format, words)
 
 
 class SortedRoutes(NamedTuple):
@@ -132,7 +131,7 @@ def _experts(
     alike = x.dtype in DTYPES and up.dtype is x.dtype and down.dtype is x.dtype
     if not alike or up.stride(1) != 1 or down.stride(1) != 1:
         return experts.reference(x, index, weights, up, up_bias, down, down_bias, *gate)
-    matrices = (up, None, None, up_bias), (down, None, None, down_bias)
+    matrices = (up, None, None, 1, up_bias), (down, None, None, 1, down_bias)
     return _summed((x, index, weights), matrices, (down.shape[1], "plain", "plain"), ExpertGate(*gate))
 
 
@@ -150,7 +149,8 @@ def _quantized_experts(
     down_format: str,
     *gate: Any,
 ) -> Any:
-    matrices = (*unpacked(up), up_bias), (*unpacked(down), down_bias)
+    of_up, of_down = unpacked(up, x.shape[1], up_format), unpacked(down, inner, down_format)
+    matrices = (*of_up, up_bias), (*of_down, down_bias)
     kind = inner, quant_format(up_format).name, quant_format(down_format).name
     inputs = x if x.dtype in DTYPES else x.float(), index, weights
     return _summed(inputs, matrices, kind, ExpertGate(*gate)).to(x.dtype)

@@ -40,20 +40,20 @@ def _quantized_linear(
         return around.separately(lambda x: F.linear(x, weight, bias), x, "triton")
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     around = around if around.residual is None else around._replace(residual=around.residual.contiguous())
-    data, scale, zero = unpacked(buffers)
-    name, groups, wanted = quant_format(format).name, scale.shape[1], around.outputs(outputs)
+    data, scale, zero, groups = unpacked(buffers, inputs, format)
+    name, wanted = quant_format(format).name, around.outputs(outputs)
     out = x.new_empty(*x.shape[:-1], wanted)
     segment = segment_of(inputs, groups)
-    words, of_group = segment // CODES[name], inputs // segment // groups
+    words, segments = segment // CODES[name], inputs // segment
     chosen = (
-        quantized_row(outputs, inputs, name, words)
+        quantized_row(outputs, segments, name, words)
         if rows == 1
-        else quantized_tiles(rows, outputs, inputs, name, words)
+        else quantized_tiles(rows, outputs, segments, name, words)
     )
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
     tile = max(around.outputs(chosen.outputs), 1 if rows == 1 else 16)
     weight_and_more = data, scale, zero, bias, around.norm_weight, around.norm_bias, around.residual, to
-    sizes = inputs, outputs, data.stride(0), groups, of_group, around.eps, around.offset
+    sizes = inputs, outputs, data.stride(0), groups, segments // groups, around.eps, around.offset
     options = constants(around, chosen.rows, inputs) | {
         "FORMAT": name,
         "SEGMENT": segment,
@@ -79,9 +79,10 @@ def _quantized_linear(
 
 def dequantized(index: Tensor | None, buffers: Sequence[Tensor], out: Tensor, outputs: int, format: str) -> Tensor:
     """Fill `out` [rows, inputs] with the rows `index` of the weight (None: all rows) and return it."""
-    (rows, inputs), (data, scale, zero) = out.shape, unpacked(buffers)
     if out.numel():
-        name, groups = quant_format(format).name, scale.shape[1]
+        rows, inputs = out.shape
+        data, scale, zero, groups = unpacked(buffers, inputs, format)
+        name = quant_format(format).name
         segment = segment_of(inputs, groups)
         tile = max(DEQUANTIZED_WORDS * CODES[name] // segment, 1)
         kernels("product").dequantize_rows[(rows, -(-inputs // (segment * tile)))](

@@ -21,9 +21,10 @@ from infuse import ops
 from infuse.errors import ConfigError
 from infuse.ops import Case, registered
 from infuse.ops.cache_rows import quantize_rows
-from infuse.ops.triton import configurations, experts, linear, quantized_linear
+from infuse.ops.triton import configurations, experts, kernels, linear, quantized_linear
 from infuse.ops.triton.configurations import Tiles
-from infuse.ops.triton.words import WORDS
+from infuse.ops.triton.words import CODES, WORDS
+from infuse.quant.blocks import BLOCKS
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from tests.ops.other_sizes import RECURRENT, assert_other_sizes_are_those_of_the_reference
@@ -315,12 +316,39 @@ def test_gated_norms_of_short_and_long_rows() -> None:
 
 FORMATS = (
     "int8", "int8:row", "int8:groups=3", "int8:32:asymmetric", "int4", "int4:8", "int4:32:asymmetric", "int4:row",
-    "fp8", "fp8:32", "fp6", "fp6:16", "fp6:row", "mxfp4",
+    "fp8", "fp8:32", "fp6", "fp6:16", "fp6:row", "mxfp4", "fp8:64:f32", "int4:32:offset", "int3:32",
+    "int3:16:asymmetric", "int2:16:f16", "int2:row:offset", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
 )  # fmt: skip
 
 
 def quantized(text: str, inputs: int, outputs: int) -> QuantizedWeight:
     return quant_format(text).quantize(torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5)
+
+
+def fitting(text: str, *sizes: int) -> list[int]:
+    """Numbers of inputs, in whole blocks of the format."""
+    block = BLOCKS[text].inputs if text in BLOCKS else 1
+    return [-(-inputs // block) * block for inputs in sizes]
+
+
+def test_kernels_know_the_fields_and_codes_of_formats() -> None:
+    """What the kernels repeat, since the compiler reads no tables of other modules."""
+    known = kernels("words")
+    for name, codes in CODES.items():
+        assert known.codes_in_word(name) == codes and known.in_blocks(name) == (name in BLOCKS)
+        assert (known.high_bits(name) > 0) == (name in configurations.HIGH_PARTS)
+        if (block := BLOCKS.get(name)) is None:
+            continue
+        places, place = {}, 0
+        for field in block.fields:
+            places |= dict.fromkeys(field.name.split("_"), place)
+            place += field.nbytes
+        assert known.of_block(name, "groups") == block.inputs // block.group
+        assert known.of_block(name, "bytes") == block.nbytes and places["d"] == 0 and places.get("dmin", 2) == 2
+        assert known.of_block(name, "sc") == places.get("sc", 0)
+        assert known.of_block(name, "mn") == places.get("mn", places.get("m", 0))
+        assert known.low_bits(name) + known.high_bits(name) == block.bits
+        assert known.offset(name) == -block.values[0]
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -330,7 +358,7 @@ def test_words_hold_the_codes(text: str) -> None:
     """
     layout = ops.quantized_linear.bodies["triton"].layout
     assert layout is not None
-    for inputs, outputs in ((384, 5), (960, 1)):
+    for inputs, outputs in zip(fitting(text, 384, 960), (5, 1), strict=True):
         held = quantized(text, inputs, outputs)
         words = layout.prepare(held)
         back = layout.restore(words)
@@ -353,8 +381,14 @@ def test_words_hold_the_codes(text: str) -> None:
 def test_groups_that_cut_words_are_left_to_the_reference() -> None:
     layout = ops.quantized_linear.bodies["triton"].layout
     assert layout is not None
-    for text, inputs in (("int8:7", 42), ("int4:6", 42), ("fp6:8", 64), ("int4:row", 42)):
+    for text, inputs, smallest in (
+        ("int8:7", 42, 4), ("int4:6", 42, 8), ("fp6:8", 64, 16), ("int4:row", 42, 8), ("int2:8", 64, 16),
+        ("int3:24", 48, 16),
+    ):  # fmt: skip
         assert layout.prepare(quantized(text, inputs, 3)) is None, text
+        assert f"are not multiples of {smallest}" in str(layout.declines(quant_format(text), inputs))
+    assert layout.prepare(quantized("int3:16", 48, 3)) is None
+    assert str(layout.declines(quant_format("int3:16"), 48)).endswith("48 inputs are not a multiple of 32")
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -362,7 +396,7 @@ def test_quantized_products(text: str) -> None:
     """One row, a tile with an end, rows enough for two tiles; x strided; without a bias; more words than a program
     takes at once.
     """
-    outputs, inputs = 67, 2304 if text in ("int4", "int8:32:asymmetric") else 384
+    outputs, (inputs,) = 67, fitting(text, 2304 if text in ("int4", "int8:32:asymmetric") else 384)
     held = quantized(text, inputs, outputs)
     for rows, dtype in ((1, torch.float32), (1, torch.float16), (3, torch.bfloat16), (70, torch.float16)):
         x = torch.randn(rows, 2 * inputs, device=DEVICE).to(dtype)[:, ::2]

@@ -87,7 +87,20 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
         yield "linear", (some, gate_up, None, *rms, "silu", True, None), {}
         yield "linear", (empty(rows, 14336, dtype=dtype), down, None, *none, None, False, residual[:rows]), {}
     yield "linear", (empty(1, 1001, dtype=dtype), empty(1000, 1001, dtype=dtype), None), {}
-    for i, text in enumerate(("int8", "int4", "fp8", "fp6", "int4:32:asymmetric", "mxfp4")):
+    texts = (
+        "int8",
+        "int4",
+        "fp8",
+        "fp6",
+        "int4:32:asymmetric",
+        "mxfp4",
+        "q4_k",
+        "q6_k",
+        "q2_k",
+        "q5_1",
+        "int3:32:offset",
+    )
+    for i, text in enumerate(texts):
         held = quant_format(text).quantize(torch.empty(4096, 4096, device="meta"))
         codes, *of_groups = held.tensors.values()
         data = torch.empty(4096, codes.shape[1] // 4, dtype=torch.int32)
@@ -163,6 +176,7 @@ def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
         ("fp6", (1, 2048)),
         ("int4:32:asymmetric", (2048,)),
         ("mxfp4", (1,)),
+        ("q4_k", (1, 2048)),
     ):
         held: list[Tensor | list[Tensor] | None] = []
         for outputs, inputs in ((count * 2 * inner, width), (count * width, inner)):

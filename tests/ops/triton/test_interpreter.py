@@ -114,8 +114,8 @@ def test_launches_fill_the_device() -> None:
             for tiles in (
                 plain_row(outputs, inputs, 2),
                 plain_tiles(8, outputs, inputs),
-                quantized_row(outputs, inputs, format, words),
-                quantized_tiles(8, outputs, inputs, format, words),
+                quantized_row(outputs, inputs // 64, format, words),
+                quantized_tiles(8, outputs, inputs // 64, format, words),
             ):
                 numbers = (tiles.outputs, tiles.depth, tiles.warps, tiles.rows, tiles.splits)
                 assert all(number & (number - 1) == 0 < number for number in numbers), tiles

@@ -8,16 +8,7 @@ import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
-from infuse.ops.triton.kernels.words import codes_in_word, dot, shift_and_offset, unit, value
-
-
-@triton.jit
-def weights(words, high, step, shift, added, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Code J of each word, dequantized and rounded to DTYPE. words, step, shift, added broadcast against each other."""
-    y = (value(words, high, J, FORMAT) * unit(FORMAT, False) - shift) * step
-    if added is not None:
-        y += added
-    return y.to(DTYPE)
+from infuse.ops.triton.kernels.words import codes_in_word, decoded, dot, load_words, of_groups
 
 
 @triton.jit
@@ -86,7 +77,6 @@ def add_tile(
     """Add the product over one tile of the inputs: of the `real` rows of x and the rows before `end` of the weight."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
-    STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
     DEPTH: tl.constexpr = SEGMENTS * WORDS  # of one product
     at = tl.arange(0, DEPTH)
     segment, word = tile * SEGMENTS + at // WORDS, at % WORDS
@@ -105,25 +95,15 @@ def add_tile(
         in_place = tl.arange(0, WORDS)[None, None, :]
         row = output[:, None, None].to(tl.int64)
         inside = (output[:, None, None] < end) & (place < inputs // SEGMENT)
-        start = data + row * row_words + place * STRIDE
-        words = tl.load(start + in_place, mask=inside, other=0)
-        high = words
-        if FORMAT == "fp6":
-            high = tl.load(start + WORDS + in_place % (WORDS // 2), mask=inside, other=0)
-            high = high >> (8 * (in_place // (WORDS // 2)))
-        group = row * groups + place // of_group
-        step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.zeros((1, 1, 1), tl.float32)
-        added = None
-        if zero is not None:
-            shift, added = shift_and_offset(zero, group, inside, FORMAT)
+        words, high = load_words(data + row * row_words, place, in_place, inputs, inside, FORMAT, SEGMENT)
+        step, shift, added = of_groups(scale, zero, row, place // of_group, groups, inside, 0.0, FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
             x_tile = rows_of_tile(
                 x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM, DTYPE
             )
-            tile_of_weight = weights(words, high, step, shift, added, j, FORMAT, DTYPE).reshape(output.shape[0], DEPTH)
-            total = dot(tile_of_weight, x_tile, total)
+            tile_of_weight = decoded(words, high, step, shift, added, j, FORMAT).to(DTYPE)
+            total = dot(tile_of_weight.reshape(output.shape[0], DEPTH), x_tile, total)
     return total
 
 
@@ -176,7 +156,6 @@ def dequantize_rows(
     """Dequantize all rows of the weight, or the rows `index`, to out [rows, inputs]; NaN for an index out of range."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
-    STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
     place = tl.program_id(0).to(tl.int64)
     source = place
     if index is not None:
@@ -186,17 +165,8 @@ def dequantize_rows(
     known = segment < inputs // SEGMENT
     asked = source + 0 * segment
     there = known & (asked >= 0) & (asked < outputs)
-    start = data + source * row_words + segment * STRIDE
-    words = tl.load(start + word, mask=there, other=0)
-    high = words
-    if FORMAT == "fp6":
-        high = tl.load(start + WORDS + word % (WORDS // 2), mask=there, other=0) >> (8 * (word // (WORDS // 2)))
-    group = source * groups + segment // of_group
-    step = tl.load(scale + group, mask=there, other=float("nan")).to(tl.float32)
-    shift = 0.0
-    added = None
-    if zero is not None:
-        shift, added = shift_and_offset(zero, group, there, FORMAT)
+    words, high = load_words(data + source * row_words, segment, word, inputs, there, FORMAT, SEGMENT)
+    step, shift, added = of_groups(scale, zero, source, segment // of_group, groups, there, float("nan"), FORMAT)
     for j in tl.static_range(CODES):
-        y = weights(words, high, step, shift, added, j, FORMAT, out.dtype.element_ty)
+        y = decoded(words, high, step, shift, added, j, FORMAT).to(out.dtype.element_ty)
         tl.store(out + place * inputs + segment * SEGMENT + j * WORDS + word, y, mask=known)

@@ -10,7 +10,16 @@ import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
-from infuse.ops.triton.kernels.words import codes_in_word, offset, shift_and_offset, tiny_scale, tiny_value, unit, value
+from infuse.ops.triton.kernels.words import (
+    codes_in_word,
+    decoded,
+    load_words,
+    of_groups,
+    offset,
+    tiny_scale,
+    tiny_value,
+    unit,
+)
 
 
 @triton.jit
@@ -125,27 +134,16 @@ def tile_of_row(
     """The unsummed products of one tile of the inputs with those rows `at` of the weight that are before `end`."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
-    STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
     row = at[:, None, None]
     word = tl.arange(0, WORDS)[None, None, :]
     segments = inputs // SEGMENT
-    start = data + row.to(tl.int64) * row_words
     segment = tile * SEGMENTS + tl.arange(0, SEGMENTS)[None, :, None]
     inside = (row < end) & (segment < segments)
-    words = tl.load(start + segment * STRIDE + word, mask=inside, other=0)
-    high = words
-    if FORMAT == "fp6":
-        high = tl.load(start + segment * STRIDE + WORDS + word % (WORDS // 2), mask=inside, other=0)
-        high = high >> (8 * (word // (WORDS // 2)))
-    group = row.to(tl.int64) * groups + segment // of_group
-    step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    start = data + row.to(tl.int64) * row_words
+    words, high = load_words(start, segment, word, inputs, inside, FORMAT, SEGMENT)
+    step, shift, added = of_groups(scale, zero, row, segment // of_group, groups, inside, 0.0, FORMAT)
     part = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
     x_sum = tl.zeros((1, SEGMENTS, WORDS), tl.float32)
-    shift = offset(FORMAT) if TINY else 0.0
-    added = None
-    if zero is not None:
-        of_zero, added = shift_and_offset(zero, group, inside, FORMAT)
-        shift += of_zero
     for j in tl.static_range(CODES):
         k = segment * SEGMENT + j * WORDS + word
         x_j = tl.load(x + k, mask=segment < segments, other=0.0).to(tl.float32)
@@ -155,16 +153,15 @@ def tile_of_row(
         if TINY:
             part += tiny_value(words, high, j, FORMAT) * (x_j * tiny_scale(j, FORMAT))
             x_sum += x_j
-        elif zero is None:
-            part += value(words, high, j, FORMAT) * x_j
         else:
-            part += (value(words, high, j, FORMAT) - shift) * x_j
-            if added is not None:
-                x_sum += x_j
-    part *= unit(FORMAT, TINY)
-    if TINY and added is None and (zero is not None or offset(FORMAT) > 0):
-        part -= shift * x_sum
-    part *= step
-    if added is not None:
-        part += added * x_sum
+            part += decoded(words, high, step, shift, added, j, FORMAT) * x_j
+    if TINY:
+        part *= unit(FORMAT, True)
+        if added is None and shift is not None:
+            part -= (shift + offset(FORMAT)) * x_sum
+        elif added is None and offset(FORMAT) > 0:
+            part -= offset(FORMAT) * x_sum
+        part *= step
+        if added is not None:  # its codes begin with 0
+            part += added * x_sum
     return part

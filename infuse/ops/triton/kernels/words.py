@@ -2,14 +2,18 @@
 
 A row is split into segments of inputs within one group (ops/triton/words.py). In a segment of S inputs, with C codes in
 a word, code j of word w is input j * S / C + w: codes at the same position of consecutive words belong to consecutive
-values of x.
+values of x. Integers are stored unsigned, with an offset added (`offset`).
 
-    int8   4 codes, code + 128
-    int4   8 codes, code + 8
-    mxfp4  8 codes, unchanged
-    fp8    4 codes, unchanged
-    fp6    8 low parts (exponent's low two bits, mantissa); after all words of a segment, half as many words of high
-           parts (sign, exponent's high bit)
+    int8                   4 codes
+    int4, q4_1, q4_k       8 codes
+    q5_0, q5_1, q5_k       8 low parts of 4 bits; behind all words of a row, for each of them 8 high parts of one bit
+    q6_k                   the same, with 8 high parts of 2 bits
+    int2, q2_k             16 codes
+    int3, q3_k             16 low parts of 2 bits, and 16 high parts of one bit
+    mxfp4                  8 codes, unchanged
+    fp8                    4 codes, unchanged
+    fp6                    8 low parts (exponent's low two bits, mantissa); after all words of a segment, half as many
+                           words of high parts (sign, exponent's high bit)
 """
 
 import triton
@@ -27,8 +31,45 @@ def dot(a, b, total):
 
 
 @triton.constexpr_function
+def low_bits(FORMAT):
+    """Bits of a code, or of its low part, in a word."""
+    return {"int8": 8, "fp8": 8, "int3": 2, "int2": 2, "q2_k": 2, "q3_k": 2}.get(FORMAT, 4)
+
+
+@triton.constexpr_function
+def high_bits(FORMAT):
+    """Bits of an integer code's high part."""
+    return {"int3": 1, "q3_k": 1, "q5_0": 1, "q5_1": 1, "q5_k": 1, "q6_k": 2}.get(FORMAT, 0)
+
+
+@triton.constexpr_function
+def is_integer(FORMAT):
+    return FORMAT not in ("plain", "fp8", "fp6", "mxfp4")
+
+
+@triton.constexpr_function
 def codes_in_word(FORMAT):
-    return {"plain": 1, "int8": 4, "fp8": 4, "int4": 8, "mxfp4": 8, "fp6": 8}[FORMAT]
+    return 1 if FORMAT == "plain" else 32 // low_bits(FORMAT)
+
+
+@triton.jit
+def load_words(start, segment, word, inputs, inside, FORMAT: tl.constexpr, SEGMENT: tl.constexpr):
+    """Words of segments of rows that begin at `start`, and their high parts in the lowest bits, if there are any."""
+    CODES: tl.constexpr = codes_in_word(FORMAT)
+    WORDS: tl.constexpr = SEGMENT // CODES
+    if FORMAT == "fp6":
+        at = start + segment * (WORDS + WORDS // 2)
+        words = tl.load(at + word, mask=inside, other=0)
+        high = tl.load(at + WORDS + word % (WORDS // 2), mask=inside, other=0) >> (8 * (word // (WORDS // 2)))
+    else:
+        at = segment * WORDS + word
+        words = tl.load(start + at, mask=inside, other=0)
+        high = words
+        if high_bits(FORMAT) > 0:
+            BITS: tl.constexpr = CODES * high_bits(FORMAT)  # of the high parts of one word
+            EACH: tl.constexpr = 32 // BITS
+            high = tl.load(start + inputs // CODES + at // EACH, mask=inside, other=0) >> (BITS * (at % EACH))
+    return words, high
 
 
 @triton.jit
@@ -40,16 +81,29 @@ def half_of(pair, UPPER: tl.constexpr):
 
 
 @triton.jit
+def code_at(word, high, J: tl.constexpr, FORMAT: tl.constexpr, DOWN: tl.constexpr):
+    """The integer code J of each word where its low part is after moving the word down."""
+    LOW: tl.constexpr = low_bits(FORMAT)
+    HIGH: tl.constexpr = high_bits(FORMAT)
+    AT: tl.constexpr = LOW * J - DOWN
+    code = (word >> DOWN if DOWN > 0 else word) & (((1 << LOW) - 1) << AT)
+    if HIGH > 0:
+        UP: tl.constexpr = AT + LOW - HIGH * J
+        code = code | ((high << UP if UP >= 0 else high >> -UP) & (((1 << HIGH) - 1) << (AT + LOW)))
+    return code
+
+
+@triton.jit
 def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
     """Code J of each word minus its offset, as float32. Times `unit` it is exactly the format's value."""
     if FORMAT == "plain":
         return word.to(tl.float32)
-    elif (FORMAT == "int8") | (FORMAT == "int4"):
+    elif is_integer(FORMAT):
         # Put the code into the mantissa of 2**(23 - AT), then subtract that power and the offset.
-        BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
-        DOWN: tl.constexpr = (16 if FORMAT == "int8" else 12) if BITS * (J + 1) > 20 else 0
+        BITS: tl.constexpr = low_bits(FORMAT)
+        DOWN: tl.constexpr = (16 if BITS == 8 else 12) if BITS * (J + 1) > 20 else 0
         AT: tl.constexpr = BITS * J - DOWN
-        code = ((word >> DOWN if DOWN > 0 else word) & (((1 << BITS) - 1) << AT)) | ((150 - AT) << 23)
+        code = code_at(word, high, J, FORMAT, DOWN) | ((150 - AT) << 23)
         return code.to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + offset(FORMAT))
     elif FORMAT == "fp8":  # move sign, exponent and mantissa to their bits in float16, whose bias is larger by 8
         pair = word << 8 if J % 2 == 0 else word
@@ -75,10 +129,8 @@ def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
     2**-149, also beyond the subnormal range. So one mask extracts a code from a word without a shift. The exponent of
     fp8 goes into that of float32, whose bias is larger by 120.
     """
-    if (FORMAT == "int8") | (FORMAT == "int4"):
-        BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
-        AT: tl.constexpr = BITS * J if BITS * J < 24 else BITS * J - 8
-        return ((word if BITS * J < 24 else word >> 8) & (((1 << BITS) - 1) << AT)).to(tl.float32, bitcast=True)
+    if is_integer(FORMAT):
+        return code_at(word, high, J, FORMAT, tiny_down(J, FORMAT)).to(tl.float32, bitcast=True)
     elif FORMAT == "fp8":
         top = word << (24 - 8 * J) if J < 3 else word
         return ((top >> 4) & -2014314496).to(tl.float32, bitcast=True)
@@ -87,42 +139,109 @@ def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.constexpr_function
+def tiny_down(J, FORMAT):
+    """By how much a word is moved down for tiny_value J of integers, which then ends within the lowest 24 bits."""
+    high = high_bits(FORMAT)
+    return (12 if high else 8) if low_bits(FORMAT) * (J + 1) + high > 24 else 0
+
+
+@triton.constexpr_function
 def tiny_scale(J, FORMAT):
     """The factor of x for tiny_value J: it gives all products one common factor and allows x up to 2**48."""
     if (FORMAT == "fp6") | (FORMAT == "mxfp4"):
         return 1.0
-    bits = 4 if FORMAT == "int4" else 8
-    return 2.0 ** (76 if FORMAT == "fp8" else 76 - (bits * J if bits * J < 24 else bits * J - 8))
+    return 2.0 ** (76 if FORMAT == "fp8" else 76 - (low_bits(FORMAT) * J - tiny_down(J, FORMAT)))
 
 
 @triton.constexpr_function
 def offset(FORMAT):
     """The offset that is added to a stored integer code."""
-    return {"int8": 128.0, "int4": 8.0}.get(FORMAT, 0.0)
+    offsets = {"int8": 128.0, "int4": 8.0, "int3": 4.0, "int2": 2.0, "q5_0": 16.0, "q3_k": 4.0, "q6_k": 32.0}
+    return offsets.get(FORMAT, 0.0)
 
 
 @triton.constexpr_function
 def unit(FORMAT, TINY):
     """The factor from `value`, or from the products if TINY, to steps of the scale."""
     if TINY:
-        return {"int8": 2.0**73, "int4": 2.0**73, "fp8": 2.0**44, "fp6": 2.0**12, "mxfp4": 2.0**14}[FORMAT]
+        return {"fp8": 2.0**44, "fp6": 2.0**12, "mxfp4": 2.0**14}.get(FORMAT, 2.0**73)
     return {"fp8": 2.0**8, "fp6": 2.0**12, "mxfp4": 2.0**14}.get(FORMAT, 1.0)
 
 
 @triton.constexpr_function
 def zero_unit(FORMAT):
     """The factor from a stored zero point to codes."""
-    return 1.0 if FORMAT == "int8" else 0.0625
+    return {"int8": 1.0, "int4": 1 / 16, "int3": 1 / 32, "int2": 1 / 64}[FORMAT]
+
+
+@triton.constexpr_function
+def in_blocks(FORMAT):
+    """Whether the scales are those of infuse/quant/blocks.py."""
+    return FORMAT.startswith("q")
+
+
+@triton.constexpr_function
+def of_block(FORMAT, WHAT):
+    """Of a block: its groups, its bytes, and the byte where sc begins, and mn or m; 0: it has none."""
+    numbers = {
+        "q4_1": (1, 4, 0, 2), "q5_0": (1, 2, 0, 0), "q5_1": (1, 4, 0, 2), "q2_k": (16, 20, 4, 4),
+        "q3_k": (16, 18, 2, 0), "q4_k": (8, 20, 4, 12), "q5_k": (8, 20, 4, 12), "q6_k": (16, 18, 2, 0),
+    }  # fmt: skip
+    return numbers[FORMAT][{"groups": 0, "bytes": 1, "sc": 2, "mn": 3}[WHAT]]
 
 
 @triton.jit
-def shift_and_offset(zero, group, inside, FORMAT: tl.constexpr):
-    """Of groups: what is subtracted from their codes, and what is added to these times the scale, or None.
+def of_groups(scale, zero, row, group, groups, inside, missing, FORMAT: tl.constexpr):
+    """Of groups of rows: step, shift and addend of their weights, (code - shift) * step + addend.
 
-    `zero` holds zero points; or, in float32, offsets of codes that begin with 0.
+    Shift and addend may be None. Scales that are not `inside` are `missing`. `zero` holds zero points; or, in float32,
+    offsets of codes that begin with 0; or it is `scale`, whose bytes have the fields of blocks, as float16.
     """
-    third = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
-    if zero.dtype.element_ty == tl.float32:
-        return tl.zeros_like(third) - offset(FORMAT), third
+    # Not one return of variables that may be None: the compiler has no type for them.
+    if in_blocks(FORMAT):
+        GROUPS: tl.constexpr = of_block(FORMAT, "groups")
+        BYTES: tl.constexpr = of_block(FORMAT, "bytes")
+        MN: tl.constexpr = of_block(FORMAT, "mn")
+        block = row.to(tl.int64) * (groups // GROUPS) + group // GROUPS
+        place = scale + block * BYTES + group % GROUPS
+        step = tl.load(zero + block * (BYTES // 2), mask=inside, other=missing).to(tl.float32)
+        if GROUPS > 1:
+            sc = tl.load(place + of_block(FORMAT, "sc"), mask=inside, other=0)
+            if FORMAT == "q2_k":
+                sc = sc & 15
+            elif MN == 0:
+                sc = sc.to(tl.int8, bitcast=True)
+            step *= sc.to(tl.float32)
+        if MN == 0:
+            return step, None, None
+        else:
+            added = tl.load(zero + block * (BYTES // 2) + 1, mask=inside, other=0.0).to(tl.float32)
+            if GROUPS > 1:
+                mn = tl.load(place + MN, mask=inside, other=0)
+                if FORMAT == "q2_k":
+                    mn = mn >> 4
+                added *= -mn.to(tl.float32)
+            return step, None, added
     else:
-        return third * zero_unit(FORMAT), None
+        at = row.to(tl.int64) * groups + group
+        step = tl.load(scale + at, mask=inside, other=missing).to(tl.float32)
+        if zero is None:
+            return step, None, None
+        else:
+            third = tl.load(zero + at, mask=inside, other=0).to(tl.float32)
+            if zero.dtype.element_ty == tl.float32:
+                return step, tl.zeros_like(third) - offset(FORMAT), third
+            else:
+                return step, third * zero_unit(FORMAT), None
+
+
+@triton.jit
+def decoded(words, high, step, shift, added, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Code J of each word, dequantized. words, step, shift, added broadcast against each other."""
+    y = value(words, high, J, FORMAT) * unit(FORMAT, False)
+    if shift is not None:
+        y -= shift
+    y *= step
+    if added is not None:
+        y += added
+    return y
