@@ -48,7 +48,7 @@ struct Ahead {
     const bool whole = step_bytes == bytes;
     row_bytes = whole ? count * bytes : bytes, gap_bytes = whole ? 0 : step_bytes - (bytes + 63) / 64 * 64;
     row_end = at + row_bytes, left = (whole ? 1 : count) * ((row_bytes + 63) / 64);
-    into = fetches_far() ? Into::outer : Into::all;
+    into = fetches_into_outer() ? Into::outer : Into::all;
   }
   // Distributes what is left over so many times.
   void over(int64_t times) { a_time = (left + times - 1) / times; }

@@ -130,7 +130,7 @@ bool left_to_pytorch(Type type) {
 
 bool amx_multiplies() { return left_to_pytorch(Type::bf16) || kernels().isa == std::string("avx512_amx"); }
 
-bool fetches_far() {
+bool fetches_into_outer() {
 #if defined(__x86_64__)
   static const bool zen4 = [] {
     unsigned a, b, c, d;

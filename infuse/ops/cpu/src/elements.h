@@ -22,6 +22,7 @@ constexpr int kPanel = 12;
 // Prefetch distance of weights, in bytes. On an AMD EPYC (Zen 5) 2048 streams 1 to 7 % less, and 8192 between 2 % less
 // and 8 % more.
 constexpr int kAhead = 4096;
+constexpr int kNearAhead = 1024;  // for one row of x on Zen 4 (kernels.h)
 constexpr int kFarAhead = 8192;  // of codes for several rows of x: 6 to 8 % faster with 8 rows
 
 enum class Into { once, outer, all };  // the nearest cache for data that is read once, the outer caches, all caches
@@ -29,6 +30,16 @@ enum class Into { once, outer, all };  // the nearest cache for data that is rea
 [[gnu::always_inline]] inline void prefetch(const void* p, Into into = Into::outer) {
   if (into == Into::once) return __builtin_prefetch(p, 0, 0);
   into == Into::outer ? __builtin_prefetch(p, 0, 2) : __builtin_prefetch(p, 0, 3);
+}
+
+struct Fetch {
+  int64_t ahead;
+  Into into;
+};
+// `once`: the weights outgrow all caches.
+inline Fetch fetch_for_one_row(bool once) {
+  if (fetches_into_outer()) return {kNearAhead, Into::outer};
+  return {kAhead, once ? Into::once : Into::outer};
 }
 
 // Rows of a plain weight in registers at once with R > 1 rows of x; with more of them, x is read less often.

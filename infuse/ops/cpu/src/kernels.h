@@ -119,9 +119,10 @@ bool left_to_pytorch(Type type);
 // Whether weights that outgrow all caches are to be fetched past the outer ones. On an AMD EPYC (Zen 5), steps take 3 to
 // 4 % less time; other processors have not been measured.
 bool reads_past_caches();
-// Whether plain weights are to be fetched into the outer caches alone, and from further ahead: on AMD's Zen 4. With 4 to
-// 8 rows of x in bf16, products then take 0.6 to 0.7 of the time, and with one row 0.9 to 1; codes take as long.
-bool fetches_far();
+// Whether weights, keys and values are to be fetched into the outer caches alone, and for one row of x from near by: on
+// AMD's Zen 4. With 4 to 8 rows of x in bf16, products then take 0.6 to 0.7 of the time. With one row, two cores read 65
+// GB/s where memory gives that much, as without fetches; if each line is fetched 4096 bytes ahead or more, they read 42.
+bool fetches_into_outer();
 // Whether AMX multiplies bf16 here, in our products of many rows or in PyTorch's.
 bool amx_multiplies();
 // All levels, highest first, one per line, followed by " missing" if this machine lacks it, " refused" if the system

@@ -178,8 +178,7 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
   constexpr bool blocks = std::is_same_v<S, InBlocks>;
   using Number = std::conditional_t<blocks, float, S>;
-  constexpr int ahead = R == 1 ? kAhead : kFarAhead;
-  const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
+  const auto [ahead, into] = R == 1 ? fetch_for_one_row(a.once) : Fetch{kFarAhead, Into::all};
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups, at_once = blocks ? kExpanded : a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
@@ -253,8 +252,7 @@ void block_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
   constexpr bool factors = F != Factor::none;
   const auto factor = F == Factor::nibbles ? load_nibbles<0> : load_bytes;
-  constexpr int ahead = R == 1 ? kAhead : kFarAhead;
-  const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
+  const auto [ahead, into] = R == 1 ? fetch_for_one_row(a.once) : Fetch{kFarAhead, Into::all};
   const BlockLayout& layout = *a.blocks;
   const int in_block = factors ? layout.groups() : 1;
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;

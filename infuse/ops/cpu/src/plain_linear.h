@@ -35,15 +35,14 @@ void arrange_plain(const LinearArgs& a) {
 // The product of a weight row with x. With AVX-512 in one chain, which adds in the order of several_rows and is as fast:
 // the next row's chain begins meanwhile. Narrower registers need several, so that additions overlap.
 template <class T>
-float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x, int64_t ahead, bool once) {
+float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x, Fetch fetch) {
   using P = Elements<T>;
   constexpr int steps = 4, chains = Vec::width == 16 ? 1 : steps;
   Vec acc[steps];
   const auto step = [&](int64_t i, int count, int s) __attribute__((always_inline)) {
     // prefetch each cache line once
     if (s * P::block * sizeof(T) % 64 == 0) {
-      const char* at = reinterpret_cast<const char*>(w + i) + ahead;
-      prefetch(at, once ? Into::once : Into::outer);
+      prefetch(reinterpret_cast<const char*>(w + i) + fetch.ahead, fetch.into);
     }
     acc[s % chains] = P::dot(P::weights(w + i, count), x + i, acc[s % chains]);
   };
@@ -59,10 +58,9 @@ template <class T>
 void one_row(const LinearArgs& a, int64_t begin, int64_t end) {
   const auto* x = static_cast<const typename Elements<T>::X*>(a.scratch);
   const T* bias = static_cast<const T*>(a.bias);
-  const bool far = fetches_far(), once = a.once && !far;
-  const int64_t ahead = far ? 4 * kAhead : kAhead;
+  const Fetch fetch = fetch_for_one_row(a.once);
   for (int64_t o = begin; o < end; ++o) {
-    const float sum = dot_row(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, x, ahead, once);
+    const float sum = dot_row(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, x, fetch);
     narrow(sum + (bias ? widen(bias[o]) : 0.0f), static_cast<T*>(a.y)[o]);
   }
 }
@@ -150,7 +148,7 @@ void several_rows(const LinearArgs& a, int64_t o, int count, int64_t begin, int6
   const int64_t bytes = row_block(a.rows, kMostRows, end - 1).count * int64_t(sizeof(X));  // of one input of x
   const bool whole = a.inputs * bytes <= kWholeBytes;
   const int64_t chunk = whole ? a.inputs : kChunkBytes / bytes / Elements<T>::block * Elements<T>::block;
-  const Into into = fetches_far() ? Into::outer : Into::all;
+  const Into into = fetches_into_outer() ? Into::outer : Into::all;
   each_block([](auto, int64_t, auto& sums) { std::memset(sums, 0, sizeof sums); });
   for (int64_t i = 0; i < a.inputs; i += chunk) {
     const int64_t inputs = a.inputs - i < chunk ? a.inputs - i : chunk;
