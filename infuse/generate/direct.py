@@ -1,10 +1,11 @@
 """Decode steps that compute a model's parts without its own forward: embedding, all blocks, norm, head, in one call.
 
 A user's own class or patch is called in each step. What a model computes between its parts is its own affair, so each
-answer's first step is traced: every part must have got the very tensor that the part before it returned, but for a
-number of the config by which the embedding or the logits are multiplied. The first such step of a model is also
-computed again, and must give the same logits. Masks are the model's affair, too: blocks may have got none but that of
-padding, and from the length on at which a window may hide tokens, the model is called.
+answer's first step is traced: every part must have got the very tensor that the part before it returned, but for
+numbers of the config by which the embedding, the head's input or the logits are multiplied. The first such step of a
+model is also computed again, and must give the same logits. Masks are the model's affair, too: they may hide padding,
+and tokens before a window that the config names. Where another window may begin to hide some, the model is called, and
+then traced again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -25,16 +26,15 @@ from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.contract import NEUTRAL
-from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.recurrent import Recurrent
-from infuse.layers.stack import Answer, Around, StackCall
+from infuse.layers.stack import ONE, Answer, Around, Called, Factor, StackCall
 from infuse.ops.cpu.program import CosSin
 from infuse.temporary_hooks import TemporaryHooks
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 _TABLE_TOKENS = 64
 _FACTORS = ("multiplier", "scale", "scaling")  # in names of config keys
 _CALL_SECONDS = 0.03  # of the steps in one call
@@ -80,7 +80,7 @@ class DirectSteps:
                 hooks.after(module, note, with_kwargs=True)
             outputs = model(**inputs, return_dict=True)
         step = self.step_of(parts, calls, inputs, outputs)
-        if step is None or self.proven:
+        if step is None or self.proven or step.ends:
             return outputs, step
         before = step.cache.layers[0].length - 1
         step.cache.rewind(before)
@@ -93,57 +93,54 @@ class DirectSteps:
 
     def step_of(self, parts: Parts, calls: list[Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
         """How to make the steps that follow one of these calls; None if they do not tell."""
-        count, cache, positions = len(parts.blocks), cache_in(inputs), inputs.get("position_ids")
-        turning = len(calls) - count - 3  # calls between the embedding's and the blocks'
-        if turning not in (0, 1) or type(cache) is not KVCache or (turning and not isinstance(positions, Tensor)):
+        count, cache = len(parts.blocks), cache_in(inputs)
+        if len(calls) < count + 3 or type(cache) is not KVCache:
             return None
-        embedded, turned, blocks, (normed, headed) = (
-            calls[0],
-            calls[1] if turning else None,
-            calls[1 + turning : -2],
-            calls[-2:],
-        )
-        narrowed = headed.is_narrowed_of(parts.head, normed.output)
+        embedded, *turned = calls[: -count - 2]
+        blocks, (normed, headed) = calls[-count - 2 : -2], calls[-2:]
         if not embedded.is_of(parts.embedding, inputs["input_ids"]):
             return None
-        if not narrowed and not headed.is_of(parts.head, normed.output):
-            return None
         x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
-        around = Plain.of(embedded.output, x, headed.output, outputs.logits, parts.above[0].config)
-        if around is None:
+        around = Plain.of(embedded.output, x, normed.output, headed, outputs.logits, parts)
+        turning = Turning.all_of(turned, (embedded.output, x), inputs.get("position_ids"))
+        if around is None or turning is None:
             return None
-        begun, of_tokens = x, inputs.get("attention_mask")
+        of_tokens, passed = inputs.get("attention_mask"), [call.output for call in turned]
         mask = None if of_tokens is None else of_tokens.bool()[:, None, None]
-        cos_sin = None if turned is None else turned.output
+        # The decoder's own config, not a tower's.
+        config = [each.config for each in parts.above if hasattr(getattr(each, "config", None), "model_type")][-1]
+        hiding = Hiding(mask, cache.layers[0].length, spans_in(config, "window"))
+        windows = []
         for block, call in zip(parts.blocks, blocks, strict=True):
-            if call.module is not block or not _follows(call, x, cache, cos_sin, mask):
+            if call.module is not block or (window := _window_if_follows(call, x, cache, passed, hiding)) is None:
                 return None
+            windows.append(window)
             x = call.output[0] if isinstance(call.output, tuple) else call.output
         if not normed.is_of(normed.module, x):
             return None
-        turning_by = None
-        if turned is not None and isinstance(positions, Tensor):
-            turning_by = Turning.of(turned, (embedded.output, begun), positions)
-        if turned is not None and turning_by is None:
+        called = Called.of(parts.blocks, passed, [_kind_in(passed, call) for call in blocks], windows)
+        if called is None:
             return None
-        stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps)
+        stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps, called)
         answer = None if stack is None else stack.begin(embedded.output, cache, mask=mask)
-        if stack is None or answer is None or stack.wide != narrowed:
+        if stack is None or answer is None or stack.wide != around.narrowed:
             return None
-        step = DirectStep(parts, stack, answer, normed.module, turning_by, around, cache, embedded.output)
-        configs = [each.config for each in parts.above if hasattr(getattr(each, "config", None), "model_type")]
-        step.end_tokens = least_window(configs[-1])  # the decoder's own, not a tower's
+        step = DirectStep(parts, stack, answer, normed.module, turning, around, cache, embedded.output)
+        step.window_end, chunk = hiding.window_end, min(spans_in(config, "chunk"), default=math.inf)
+        step.end_tokens = min(step.window_end, chunk)
         return step
 
     def stack_of(
-        self, parts: Parts, embedding: nn.Module | None, norm: nn.Module | None, embedded: Tensor, around: Around
-    ) -> StackCall | None:
+        self, parts: Parts, embedding: nn.Module | None, norm: nn.Module | None, embedded: Tensor, around: Around,
+        called: Called,
+    ) -> StackCall | None:  # fmt: skip
         """The call of these modules for values like `embedded`, made again if one is another than it was proven for."""
         used = (*parts.above, parts.embedding, *parts.blocks, *([] if norm is None else [norm]), parts.head)
         modules = [(each, type(each), type(each).forward) for each in used]
-        alike = self.stack is not None and self.stack.around == around and self.stack.dtype is embedded.dtype
+        stack = self.stack
+        alike = stack is not None and (stack.around, stack.called, stack.dtype) == (around, called, embedded.dtype)
         if self.modules != modules or not alike:
-            self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, around)
+            self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, around, called)
             self.modules, self.proven = modules, False
         return self.stack
 
@@ -155,7 +152,7 @@ class DirectStep:
     """Make the answer's next steps as the traced one was made: each is one token later than the step before it."""
 
     def __init__(
-        self, parts: Parts, stack: StackCall, answer: Answer, norm: nn.Module | None, turning: Turning | None,
+        self, parts: Parts, stack: StackCall, answer: Answer, norm: nn.Module | None, turning: Sequence[Turning],
         around: Any, cache: KVCache, embedded: Tensor,
     ):  # fmt: skip
         self.cache = cache
@@ -165,7 +162,8 @@ class DirectStep:
         self._table: tuple[int, CosSin] | None = None  # for many tokens, and how many come before them
         self._seconds = math.inf  # that a token took
         self._hooks = _hooks_ever()
-        self.end_tokens: float = math.inf  # length of the cache before which the model passes no mask
+        # Lengths of the cache: after one, another window hides tokens; before the other, steps are made so.
+        self.window_end, self.end_tokens = math.inf, math.inf
 
     def __call__(self, ids_BT: Tensor) -> Tensor | None:
         """The logits [B, 1, vocabulary] for ids [B, 1]. None, with nothing changed, if the model has to be called."""
@@ -198,82 +196,102 @@ class DirectStep:
             self._seconds = (time.perf_counter() - begun) / tokens.shape[1]
         return tokens
 
+    @property
+    def ends(self) -> bool:
+        """Whether no further step can be made because of its length."""
+        return self._answer.length + 1 >= self.end_tokens
+
+    @property
+    def traced_after(self) -> float:
+        """The length of the cache after which such steps may be traced again: masks then tell whose window it is."""
+        return self.window_end if self.ends and self.window_end == self.end_tokens else math.inf
+
     def _goes_on(self) -> bool:
         """Whether another step may be made so."""
         if _hooks_ever() != self._hooks or not self._parts.are_in_place():
             return False
-        return self._answer.length + 1 < self.end_tokens
+        return not self.ends
 
     def _cos_sin(self, ids_BT: Tensor) -> tuple[CosSin, float]:
         """The rotary positions of this step's token and of those after it, and of how many tokens these are."""
-        turning = self._turning
-        if turning is None:
+        if not self._turning:
             return CosSin(), math.inf
         step = self._answer.length - self._first
-        if not turning.by_index:
-            return self._turned_at(self._parts.embedding.forward(ids_BT), turning.positions + step), 1
+        if not all(each.by_index for each in self._turning):
+            return self._turned_at(self._parts.embedding.forward(ids_BT), step), 1
         index = step % _TABLE_TOKENS
         if self._table is None or self._table[0] != step - index:
             tokens = torch.arange(step - index, step - index + _TABLE_TOKENS, device=ids_BT.device)
-            self._table = step - index, self._turned_at(self._embedded, turning.positions + tokens)
+            self._table = step - index, self._turned_at(self._embedded, tokens)
         table = self._table[1]
         return CosSin(table.cos, table.sin, index), _TABLE_TOKENS - index
 
-    def _turned_at(self, x: Tensor, positions: Tensor) -> CosSin:
-        """The rotary positions that the model's own module gives for x at `positions` [..., B or 1, T]."""
-        assert self._turning is not None
-        cos_sin = self._turning.at(x, positions)
-        cos_sin = self._stack.cos_sin(Inputs(None, self.cache, cos_sin, positions, None, None, False, 0))
-        return CosSin() if cos_sin is None else CosSin(*cos_sin)
+    def _turned_at(self, x: Tensor, steps: Tensor | int) -> CosSin:
+        """The rotary positions that the model's own modules give for x, so many `steps` after the traced one."""
+        return self._stack.cos_sin([each.at(x, each.positions + steps) for each in self._turning])
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What the model does before its blocks and after its head: `begin` multiplies the embedding, `end` the logits, or
-    divides them; `widens`: logits become float32.
+    """What the model does before its blocks and around its head: the factors of the embedding, the head's input and the
+    logits. `narrowed`: the head's input is rounded to another dtype; `widens`: logits become float32.
     """
 
-    begin: float = 1.0
-    end: float = 1.0
-    divides: bool = False
-    widens: bool = False
+    begin: Factor
+    before: Factor
+    end: Factor
+    narrowed: bool
+    widens: bool
 
     @classmethod
-    def of(cls, embedded: Tensor, x: Any, made: Tensor, logits: Tensor, config: Any) -> Plain | None:
-        """Find it from the values of one step, by the factors in the config.
+    def of(cls, embedded: Tensor, x: Any, normed: Tensor, headed: Call, logits: Tensor, parts: Parts) -> Plain | None:
+        """Find it from the values of one step, by the numbers in the config.
 
-        None if it does something else, or if these values do not tell which factor it is: those of a row of zeros.
+        None if it does something else, or if these values do not tell which number it is: those of a row of zeros.
         """
-        factors = [factor for factor in dict.fromkeys(factors_in(config)) if factor != 1.0]
-        begins = [1.0] if x is embedded else [factor for factor in factors if equal(x, embedded * factor)]
-        if x is not embedded and equal(x, embedded):
-            begins.append(1.0)
-        ends = [cls(), *(cls(end=factor, divides=divides) for divides in (False, True) for factor in factors)]
+        if headed.module is not parts.head or len(headed.args) != 1 or headed.kwargs:
+            return None
+        (given,), made = headed.args, headed.output
+        if not isinstance(given, Tensor):
+            return None
+        numbers = [number for number in dict.fromkeys(factors_in(parts.above[0].config)) if number != 1.0]
+        products = [ONE, *map(Factor, numbers)]
+        factors = [*products, *(Factor(number, divides=True) for number in numbers)]
+        narrowed, widens = given.dtype is not normed.dtype, logits.dtype is not made.dtype
+        begins = _factors_of(x, embedded, products)
+        befores = _factors_of(given, normed.to(given.dtype), [ONE] if narrowed else factors)
+        ends = [each for each in factors if equal(logits, _widened(each.times(made), widens))]
         if logits is made:
-            ends = ends[:1]
-        else:
-            widens = logits.dtype is not made.dtype
-            ends = [end for each in ends if equal(logits, (end := replace(each, widens=widens)).ended(made))]
-        return replace(ends[0], begin=begins[0]) if len(begins) == len(ends) == 1 else None
+            ends = [ONE]
+        if not len(begins) == len(befores) == len(ends) == 1:
+            return None
+        return cls(begins[0], befores[0], ends[0], narrowed, widens)
 
     @property
     def steps(self) -> Around:
         """What the stack does of it."""
-        return Around(self.begin, self.end, self.divides)
+        return Around(self.begin, self.end, before_head=self.before)
 
     def begun(self, embedded: Tensor, length: int) -> Tensor:
-        return embedded if self.begin == 1.0 else embedded * self.begin
+        return self.begin.times(embedded)
 
     def before_head(self, norm: Any, y: Tensor) -> Tensor:
-        return norm.forward(y)
+        return self.before.times(norm.forward(y))
 
     def ended(self, logits: Tensor) -> Tensor:
-        if self.end != 1.0:
-            logits = logits / self.end if self.divides else logits * self.end
-        return self.widened(logits)
+        return self.widened(self.end.times(logits))
 
     def widened(self, logits: Tensor) -> Tensor:
-        return logits.float() if self.widens else logits
+        return _widened(logits, self.widens)
+
+
+def _widened(logits: Tensor, widens: bool) -> Tensor:
+    return logits.float() if widens else logits
+
+
+def _factors_of(found: Any, x: Tensor, factors: Sequence[Factor]) -> list[Factor]:
+    """Those of some factors by which x can have become what was found."""
+    return [ONE] if is_same(found, x) else [each for each in factors if equal(found, each.times(x))]
 
 
 def equal(found: Any, wanted: Tensor) -> bool:
@@ -281,12 +299,18 @@ def equal(found: Any, wanted: Tensor) -> bool:
 
 
 def factors_in(config: Any) -> Iterator[float]:
-    """The factors that a config and those inside it name."""
-    for name, value in vars(config).items():
+    """The factors that a config and those inside it name, or compute of other values."""
+    owned = {name for kind in type(config).__mro__ for name, own in vars(kind).items() if isinstance(own, property)}
+    computed = {name: getattr(config, name, None) for name in sorted(owned) if _names_factor(name)}
+    for name, value in {**vars(config), **computed}.items():
         if hasattr(value, "model_type"):
             yield from factors_in(value)
-        elif any(word in name for word in _FACTORS) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif _names_factor(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield float(value)
+
+
+def _names_factor(key: str) -> bool:
+    return any(word in key for word in _FACTORS)
 
 
 @dataclass(frozen=True)
@@ -299,6 +323,14 @@ class Turning:
     call: Call
     x: Tensor
     positions: Tensor
+
+    @classmethod
+    def all_of(cls, calls: Sequence[Call], values: Sequence[Tensor], positions: Any) -> list[Turning] | None:
+        """Each of the calls, for a step with these positions; None if one of them is of another kind."""
+        if not isinstance(positions, Tensor):
+            return None if calls else []
+        found = [cls.of(call, values, positions) for call in calls]
+        return [each for each in found if each is not None] if all(found) else None
 
     @classmethod
     def of(cls, call: Call, values: Sequence[Tensor], positions: Tensor) -> Turning | None:
@@ -318,24 +350,56 @@ class Turning:
 
     @property
     def by_index(self) -> bool:
-        return getattr(self.call.module, "rope_type", None) in _STATIC_ROPE
+        rope_type = getattr(self.call.module, "rope_type", None)
+        kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]  # a dict names layers' kinds
+        return _STATIC_ROPE.issuperset(kinds)
 
     def at(self, x: Tensor, positions: Tensor) -> Any:
         return self.call.repeated({id(self.x): x, id(self.positions): positions})
 
 
-def least_window(config: Any) -> float:
-    """The smallest window, or chunk that tokens attend to, in a config and those inside it."""
-    inside = [least_window(value) for value in vars(config).values() if hasattr(value, "model_type")]
+def spans_in(config: Any, kind: str) -> set[int]:
+    """The windows, or the chunks that tokens attend to, in a config and those inside it, by the word for their kind."""
+    inside = [spans_in(value, kind) for value in vars(config).values() if hasattr(value, "model_type")]
     # Qwen's max_window_layers and Cohere's sliding_window_pattern count layers; state spaces compute prompts by chunks.
     of_tokens = {
         name: value
         for name, value in vars(config).items()
         if not name.endswith(("layers", "pattern")) and name not in ("mamba_chunk_size", "chunk_size")
     }
-    named = [value for name, value in of_tokens.items() if "window" in name or "chunk" in name]
-    sizes = [value for value in named if isinstance(value, int) and value > 0 and not isinstance(value, bool)]
-    return min([math.inf, *inside, *sizes])
+    named = [value for name, value in of_tokens.items() if kind in name]
+    sizes = {value for value in named if isinstance(value, int) and value > 0 and not isinstance(value, bool)}
+    return sizes.union(*inside)
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """Which of `length` keys the masks of a step may hide: `padding` [B, 1, 1, length] and tokens before a window."""
+
+    padding: Tensor | None
+    length: int
+    windows: set[int]
+
+    @property
+    def window_end(self) -> float:
+        """The length after which another window hides tokens that padding does not hide."""
+        seen = [0] if self.padding is None else self.padding.flatten(0, -2).any(0).nonzero().flatten().tolist()
+        first = min(seen, default=0)
+        return min([window + first for window in self.windows if window + first >= self.length], default=math.inf)
+
+    def window_of(self, mask: Any) -> int | None:
+        """The window of a block's mask, 0 if it has none; None if the mask hides other keys."""
+        if mask is self.padding or (self.padding is not None and equal(mask, self.padding)):
+            return 0
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
+            return None
+        shown = torch.ones_like(mask[:1, :1, :1]) if self.padding is None else self.padding
+        if mask.shape[1:] != (1, 1, self.length) or len(shown) not in (1, len(mask)):
+            return None
+        places = torch.arange(self.length, device=mask.device)
+        known = [each for each in self.windows if each <= self.length]
+        found = [each for each in known if equal(mask, (shown & (places >= self.length - each)).expand_as(mask))]
+        return found[0] if len(found) == 1 else None
 
 
 def _hooks_ever() -> int:
@@ -410,14 +474,6 @@ class Call:
         (given,) = self.args
         return is_same(given, x)
 
-    def is_narrowed_of(self, module: nn.Module, x: Any) -> bool:
-        """Whether `module` was called with x alone, rounded to another dtype."""
-        if self.module is not module or len(self.args) != 1 or self.kwargs:
-            return False
-        (given,) = self.args
-        tensors = isinstance(given, Tensor) and isinstance(x, Tensor)
-        return tensors and given.dtype is not x.dtype and equal(given, x.to(given.dtype))
-
     def repeated(self, instead: Mapping[int, Tensor]) -> Any:
         """Call the module again with other tensors, by the id of those that they replace."""
         args = [instead.get(id(value), value) for value in self.args]
@@ -434,26 +490,33 @@ def is_same(view: Any, x: Any) -> bool:
     return alike and view.data_ptr() == x.data_ptr()
 
 
-def _follows(call: Call, x: Any, cache: KVCache, cos_sin: Any, mask: Tensor | None) -> bool:
-    """Whether a block was called with x, the cache, the rotary positions and the mask of keys, and with nothing else
-    that matters.
+def _window_if_follows(call: Call, x: Any, cache: KVCache, passed: Sequence[Any], hiding: Hiding) -> int | None:
+    """The window of a block's mask, or 0; None unless it was called with x, the cache, rotary positions that were
+    `passed` and such a mask, and with nothing else that matters.
     """
     given = dict(call.kwargs)
     if len(call.args) + ("hidden_states" in given) != 1:
-        return False
+        return None
     hidden = given.pop("hidden_states") if not call.args else call.args[0]
     caches = [given.pop(name) for name in CACHE_NAMES if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
-        return False
-    turns, hides = given.pop("position_embeddings", None), given.pop("attention_mask", None)
+        return None
+    turns, mask = given.pop("position_embeddings", None), given.pop("attention_mask", None)
     attends = _attends(call.module)
-    if (turns is not cos_sin and attends) or given.get("output_attentions"):
-        return False
-    wanted = mask if attends else None
-    if hides is not wanted and (wanted is None or not equal(hides, wanted)):
-        return False
+    if (attends and turns is not None and _kind_in(passed, call) is None) or given.pop("output_attentions", None):
+        return None
     given.pop("position_ids", None)  # which these blocks do not use
-    return all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items())
+    if not all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items()):
+        return None
+    if attends:
+        return hiding.window_of(mask)
+    return 0 if mask is None else None
+
+
+def _kind_in(passed: Sequence[Any], call: Call) -> int | None:
+    """Which of the rotary positions that were passed a block was called with."""
+    turns = call.kwargs.get("position_embeddings")
+    return next((kind for kind, each in enumerate(passed) if each is turns), None)
 
 
 def _attends(block: Any) -> bool:

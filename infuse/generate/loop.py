@@ -212,6 +212,7 @@ class Steps:
         self.mask: Tensor | None = None
         self._begun = False
         self._columns = 0  # of ids and of what comes before them, in a step that follows
+        self._traced_after: float = -1  # the next step of more columns is traced for direct ones
         self._first_position: Tensor | None = None  # of each row
         # Columns of the mask minus columns of ids: more than none for a prompt of embeddings.
         sized = [kwargs[name] for name in (self._mask, self._positions) if isinstance(kwargs.get(name), Tensor)]
@@ -232,11 +233,11 @@ class Steps:
             logits = self._step(self.inputs[self._ids])
             if logits is not None:
                 return logits
-            self._step = None
+            self._traced_after, self._step = self._step.traced_after, None
             self._place()
-        if self.follows and self._direct is not None:
+        if self.follows and self._direct is not None and self._columns > self._traced_after:
             outputs, self._step = self._direct.traced(self.model, self.inputs)
-            self._direct = None
+            self._traced_after = math.inf
         else:
             outputs = self.model(**self.inputs, return_dict=True)
         if not self.follows:

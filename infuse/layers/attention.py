@@ -180,7 +180,9 @@ class Attention(Mixer[AttentionShape], NativeMixer):
                 "an encoder's attention has positions": to.of_encoder and not isinstance(shape.position, _BIASES),
             }
         )
-        to.put(heads=shape.heads, kv_heads=shape.kv_heads, width=shape.head_width, window=shape.window)
+        to.put(heads=shape.heads, kv_heads=shape.kv_heads, width=shape.head_width)
+        to.window(shape.window)
+        to.turns()
         to.put(interleaved=self.positions.interleaved, borrowed=shape.borrows is not None, gated=shape.merges_gate)
         to.put_reals(scale=shape.scale, softcap=shape.softcap)
         to.tensor("sinks")

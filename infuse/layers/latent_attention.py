@@ -148,6 +148,7 @@ class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
         )
         to.put(heads=shape.heads, plain=shape.plain_width, turned=shape.rotated_width, latent=shape.latent_width)
         to.put(value=shape.value_width, interleaved=self.positions.interleaved, pairs=shape.rotation == PAIRS)
+        to.turns()
         to.put_reals(scale=shape.scale)
         for name in ("q_a", "q_norm", "q", "kv_a", "kv_norm", "kv_b", "gate", "out"):
             to.part(name)

@@ -103,12 +103,23 @@ class Place(NamedTuple):
     name: str
 
 
+class Columns(NamedTuple):
+    """Columns of a step's cos and sin: so many from the `first` on; none if `number` is 0, all if it is -1."""
+
+    first: int
+    number: int
+
+
+ALL, NO_COLUMNS = Columns(0, -1), Columns(0, 0)
+
+
 @dataclass
 class ProgramText:
     """A program being written: its text, the modules and tensors that it names, and what must hold in each call.
 
     `machine`: FEW_TOKENS or ENCODER. `whole`: it runs all blocks of a model, and holds their storages. `over`: what a
-    step goes over. `without`: the value that a norm would add, which must be None.
+    step goes over. `without`: the value that a norm would add, which must be None. `turns` and `window`: which columns
+    of cos and sin turn what is written next, and the window that the model's mask puts on it, or 0.
     """
 
     machine: str
@@ -116,6 +127,8 @@ class ProgramText:
     whole: bool = False
     over: str = ""
     without: str = ""
+    turns: Columns = ALL
+    window: int = 0
     nodes: list[Node] = field(default_factory=list)
     tensors: list[Place] = field(default_factory=list)
     absent: list[Place] = field(default_factory=list)  # what must stay None
@@ -229,6 +242,15 @@ class PartWriter:
                 self.program.storages += 1
             else:
                 self.program.word(name, NONE)
+
+    def turns(self) -> None:
+        """Write which columns of cos and sin turn the part."""
+        self.put(turns_at=self.program.turns.first, turns=self.program.turns.number)
+
+    def window(self, own: int) -> None:
+        """Write the window of the part: its own one, or that of the model's mask."""
+        assert not own or not self.program.window, (own, self.program.window)
+        self.put(window=own or self.program.window)
 
     def part(self, name: str, as_field: str = "") -> None:
         """Write a part inside of this one, or that there is none. NotNative if it has no struct."""

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from infuse.architectures.norm import SCALE
 from infuse.architectures.program import ADD, ADD_WIDE, NORM, NORM_OF_WIDE
 from infuse.layers import autocast
+from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import Linear, Quantized, QuantizedLinear
 from infuse.layers.named_attention import names_ours
-from infuse.layers.native_part import FEW_TOKENS, NONE, NotNative, PartWriter, ProgramText
+from infuse.layers.native_part import FEW_TOKENS, NO_COLUMNS, NONE, Columns, NotNative, PartWriter, ProgramText
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall, states_last
 from infuse.layers.position import LearnedBias, PassedCosSin, Positions
@@ -52,19 +53,77 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A number by which values are multiplied, or divided if it `divides`."""
+
+    number: float = 1.0
+    divides: bool = False
+
+    def times(self, x: Tensor) -> Tensor:
+        if self.number == 1.0:
+            return x
+        return x / self.number if self.divides else x * self.number
+
+
+ONE = Factor()
+
+
+@dataclass(frozen=True)
 class Around:
     """What a model does before its blocks and after them, besides its embedding, last norm and head.
 
     The embedding is multiplied by `begin`, and the row of `places` is added; the head's input is multiplied by
-    `before_head`, and the logits by `end`, or divided by it, and `shift` [1, vocabulary] is added.
+    `before_head`, and the logits by `end`, and `shift` [1, vocabulary] is added.
     """
 
-    begin: float = 1.0
-    end: float = 1.0
-    divides: bool = False
+    begin: Factor = ONE
+    end: Factor = ONE
     places: Table | None = None
-    before_head: float = 1.0
+    before_head: Factor = ONE
     shift: Table | None = None
+
+
+@dataclass(frozen=True)
+class Called:
+    """How a model calls its blocks in a step: with which of its kinds of rotary positions, and under which window.
+
+    `kinds`: the number of each block's kind, or None if it turns nothing. The columns of all kinds' cos and sin, of
+    these `widths`, are given side by side; kinds without blocks have none. `windows`: how many keys, up to the last
+    one, the mask of each block shows; 0 for all.
+    """
+
+    kinds: tuple[int | None, ...]
+    widths: tuple[int, ...]
+    windows: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Any], passed: Sequence[Any], kinds: Sequence[int | None], windows: Sequence[int] = ()
+    ) -> Called | None:
+        """That of blocks to which the model passes such rotary positions, one for each kind.
+
+        None if blocks take positions of one kind in different ways, if those of two kinds differ in more than width, or
+        if a block cannot have its window.
+        """
+        windows = windows or [0] * len(blocks)
+        attentions = [_attention_of(block) for block in blocks]
+        if any(window and not _can_have_window(each) for each, window in zip(attentions, windows, strict=True)):
+            return None
+        kinds = [kind if _takes_cos_sin(each) else None for each, kind in zip(attentions, kinds, strict=True)]
+        takers: dict[int, Any] = {}
+        for attention, kind in zip(attentions, kinds, strict=True):
+            if kind is not None and takers.setdefault(kind, attention).shape.position != attention.shape.position:
+                return None
+        made = {kind: _cos_sin(taker, passed[kind]) for kind, taker in takers.items()}
+        if len({(each.shape[:-1], each.dtype) for both in made.values() for each in both}) > 1:
+            return None
+        widths = [made[kind][0].shape[-1] if kind in made else 0 for kind in range(len(passed))]
+        return cls(tuple(kinds), tuple(widths), tuple(windows))
+
+    def columns(self, block: int) -> Columns:
+        """The columns of cos and sin for the block of this number."""
+        kind = self.kinds[block]
+        return NO_COLUMNS if kind is None else Columns(sum(self.widths[:kind]), self.widths[kind])
 
 
 class StackCall(OneCall):
@@ -73,10 +132,9 @@ class StackCall(OneCall):
     @classmethod
     def of(
         cls, embedding: nn.Module | None, blocks: Sequence[Any], norm: nn.Module | None, head: nn.Module,
-        x_BTC: Tensor, around: Around = Around(),
+        x_BTC: Tensor, around: Around, called: Called,
     ) -> StackCall | None:  # fmt: skip
-        """None if a block does not run in one call, or if positions differ between blocks or do more than to rotate
-        and to add a learned bias.
+        """None if a block does not run in one call, or if positions do more than to rotate or to add a learned bias.
 
         Steps are like x, what the embedding returned. Without an `embedding`, they begin with the blocks' input.
         """
@@ -96,20 +154,19 @@ class StackCall(OneCall):
         learned = [isinstance(each._modules.get("positions"), LearnedBias) for each in attentions]
         if any(attn.growth is not None for attn in attns) or (attns and any(learned) != all(learned)):
             return None
-        if not any(learned) and any(attn.position != attns[0].position for attn in attns):
-            return None
         if any(attn.lends or attn.borrows is not None for attn in attns):
             return None
         positions = {type(each._modules.get("positions")) for each in attentions}
         if not positions <= {PassedCosSin, Positions, LearnedBias}:
             return None
-        before = [embedding] if embedding is not None and _looks_up(embedding, x_BTC) else []
+        scale = None if embedding is None else _looked_up_times(embedding, x_BTC)
+        before = [] if embedding is None or scale is None else [embedding]
         normalises = not wide if norm is None else _normalises(norm, x_BTC, wide)
         after = [norm, head] if normalises and _multiplies(head, x_BTC) else []
-        if wide and (not after or around.before_head != 1.0):
+        if wide and (not after or around.before_head != ONE):
             return None
         try:
-            return cls(before, blocks, after, calls, mixers, x_BTC, around, wide)
+            return cls(before, blocks, after, calls, mixers, x_BTC, around, called, wide, scale)
         except NotNative:
             return None
 
@@ -122,20 +179,23 @@ class StackCall(OneCall):
         mixers: Sequence[_Placed],
         x_BTC: Tensor,
         around: Around,
+        called: Called,
         wide: bool,
+        scale: float | None,
     ):
         tables = [
             table.module for table in (around.places if before else None, around.shift if after else None) if table
         ]
         self._roots = [*tables, *before, *blocks, *(each for each in after if each is not None)]
-        super().__init__(_program(tables, before, blocks, after, x_BTC, around, wide))
-        self.around, self.wide = around, wide
+        super().__init__(_program(tables, before, blocks, after, x_BTC, around, called, wide, scale))
+        self.around, self.called, self.wide = around, called, wide
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
-        self._embedding = before[0] if before else None
+        self._embedding, self._scale = before[0] if before else None, scale
         self._last_norm = None if not after or after[0] is None else _Written.of(after[0])
         self._blocks = blocks
         self._mixers = mixers
         self._attentions = [each.mixer for each in mixers if not isinstance(each.mixer, Recurrent)]
+        self._takers = {kind: _attention_of(block) for block, kind in zip(blocks, called.kinds, strict=True)}
         self._most_rows = min(call.most_rows for call in calls)
         self.readers = [block._modules[call.reader] for block, call in zip(blocks, calls, strict=True) if call.reader]
 
@@ -147,7 +207,9 @@ class StackCall(OneCall):
         `states`: what the blocks read of an encoder's states. `mask` [B, 1, 1, L] tells which of the L tokens in the
         cache are seen; all later ones are.
         """
-        if autocast.is_any_on() or (self._embedding is not None and not _looks_up(self._embedding, x_BTC)):
+        if autocast.is_any_on():
+            return None
+        if self._embedding is not None and _looked_up_times(self._embedding, x_BTC) != self._scale:
             return None
         if len(self.readers) != (0 if states is None else len(self._blocks)):
             return None
@@ -191,11 +253,13 @@ class StackCall(OneCall):
                 storages += states.held()[number]
         return NativeProgram(self._text, self._program.reals, tensors, storages), room
 
-    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of all blocks."""
-        if not self._attentions:
-            return None
-        return self._attentions[0]._modules["positions"].cos_sin(inputs)  # type: ignore[union-attr,operator]
+    def cos_sin(self, passed: Sequence[Any]) -> CosSin:
+        """cos and sin of all blocks, from the rotary positions of each kind."""
+        made = [_cos_sin(self._takers[kind], value) for kind, value in enumerate(passed) if kind in self._takers]
+        if len(made) < 2:
+            return CosSin(*made[0]) if made else CosSin()
+        cos, sin = (torch.cat(each, dim=-1) for each in zip(*made, strict=True))
+        return CosSin(cos, sin)
 
 
 @dataclass(frozen=True)
@@ -277,11 +341,12 @@ class Answer:
 
 def _program(
     tables: Sequence[nn.Module], before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor,
-    around: Around, wide: bool,
+    around: Around, called: Called, wide: bool, scale: float | None,
 ) -> ProgramText:  # fmt: skip
     """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them.
 
-    `tables`: the modules of rows that are added, the first roots. `wide`: the blocks' sums are in float32.
+    `tables`: the modules of rows that are added, the first roots. `wide`: the blocks' sums are in float32. `scale`: by
+    which the embedding itself multiplies its rows.
     """
     ends = [each for each in after if each is not None]
     first = len(tables)
@@ -289,15 +354,16 @@ def _program(
     for node, table in enumerate(before, first):
         with text.step_of("embed"), text.inside("part", "table"):
             _write_table(PartWriter(text, table, node), table, x_BTC)
-        if around.begin != 1.0:
-            _write_number(text, "scale", around.begin)
+        for factor in (Factor(1.0 if scale is None else scale), around.begin):
+            _write_factor(text, factor)
         if (places := around.places) is not None:
             with text.step_of("place"), text.inside("part", "place"):
                 text.word("offset", places.offset)
                 PartWriter(text, places.module, 0).tensor("table", places.name)
-    for node, block in enumerate(blocks, first + len(before)):
+    for number, block in enumerate(blocks):
+        text.turns, text.window = called.columns(number), called.windows[number]
         for step in states_last(block, block._program):
-            text.step(step, node, block)
+            text.step(step, first + len(before) + number, block)
     if after:
         _write_end(text, first - 1, after[0], after[1], around, wide)
     return text
@@ -305,12 +371,11 @@ def _program(
 
 def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around: Around, wide: bool) -> None:
     """Write the norm, the head, and what is around it."""
-    scales = around.before_head != 1.0
+    scales = around.before_head != ONE
     if norm is not None:
         with text.step_of(NORM_OF_WIDE if wide else "norm_stream" if scales else NORM), text.inside("part", "norm"):
             _write_norm(PartWriter(text, norm, text.roots - 2), norm, wide)
-    if scales:
-        _write_number(text, "scale", around.before_head)
+    _write_factor(text, around.before_head)
     with text.step_of("head"), text.inside("part", "head"):
         with text.inside("product", "linear"):
             head.native(PartWriter(text, head, text.roots - 1))
@@ -318,11 +383,7 @@ def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around:
             text.word("shift", NONE)
         else:
             PartWriter(text, around.shift.module, shift_node).tensor("shift", around.shift.name)
-    end, divides = around.end, around.divides
-    if divides and math.frexp(end)[0] == 0.5:  # a power of two: the product has the same bits
-        divides, end = False, 1 / end
-    if end != 1.0:
-        _write_number(text, "divide" if divides else "scale", end)
+    _write_factor(text, around.end)
 
 
 class _Placed(NamedTuple):
@@ -345,8 +406,31 @@ def _mixers_of(block: Any) -> list[Any]:
     return [block._modules[step.part] for step in steps if step.part in own and not own[step.part].reads_states]
 
 
-def _write_number(text: ProgramText, does: str, number: float) -> None:
-    with text.step_of(does, number):
+def _attention_of(block: Any) -> Any:
+    """What attends to the tokens before, if the block has it."""
+    return next((each for each in _mixers_of(block) if not isinstance(each, Recurrent)), None)
+
+
+def _can_have_window(attention: Any) -> bool:
+    return isinstance(attention, Attention) and not attention.shape.window
+
+
+def _takes_cos_sin(attention: Any) -> bool:
+    return attention is not None and isinstance(attention._modules.get("positions"), PassedCosSin)
+
+
+def _cos_sin(attention: Any, passed: Any) -> tuple[Tensor, Tensor]:
+    """cos and sin as an attention takes them from what the model passes."""
+    return attention._modules["positions"].cos_sin(Inputs(None, None, passed, None, None, None, False, 0))
+
+
+def _write_factor(text: ProgramText, factor: Factor) -> None:
+    number, divides = factor.number, factor.divides
+    if number == 1.0:
+        return
+    if divides and math.frexp(number)[0] == 0.5:  # a power of two: the product has the same bits
+        divides, number = False, 1 / number
+    with text.step_of("divide" if divides else "scale", number):
         text.word("part", NONE)
 
 
@@ -371,13 +455,33 @@ def _write_norm(to: PartWriter, norm: Any, wide: bool) -> None:
         to.tensor("weight")
 
 
-def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:
-    """Whether the kernels compute this embedding."""
+def _looked_up_times(embedding: nn.Module, x_BTC: Tensor) -> float | None:
+    """The number by which an embedding multiplies its rows, 1 if it does not; None if the kernels do not compute it."""
     if type(embedding) is QuantizedEmbedding:
-        plain = embedding._combine is None and embedding.shape.scale == 1.0
-        return plain and embedding.dtype is x_BTC.dtype and _streams(embedding)
-    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-    return plain and embedding.weight.dtype is x_BTC.dtype and embedding.weight.is_contiguous()
+        if embedding._combine is not None or embedding.dtype is not x_BTC.dtype or not _streams(embedding):
+            return None
+        return float(torch.tensor(embedding.shape.scale, dtype=x_BTC.dtype))
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        return None
+    if embedding.weight.dtype is not x_BTC.dtype or not embedding.weight.is_contiguous():
+        return None
+    return 1.0 if type(embedding) is nn.Embedding else _scale_of(embedding)
+
+
+def _scale_of(embedding: nn.Embedding) -> float | None:
+    """The number, among those that it holds, by which a table of another class multiplies rows; a few rows prove it."""
+    table = embedding.weight
+    if len(embedding._parameters) != 1 or embedding._modules:
+        return None
+    ids = torch.arange(0, len(table), max(1, len(table) // 8))[:, None]
+    rows, made = F.embedding(ids, table), embedding.forward(ids)
+    if made.dtype is not rows.dtype:
+        return None
+    own = [*vars(embedding).values(), *(each for each in embedding._buffers.values() if each is not None)]
+    held = [float(each) for each in own if isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1)]
+    rounded = [float(torch.tensor(each, dtype=dtype)) for each in held for dtype in (torch.float32, table.dtype)]
+    found = [each for each in dict.fromkeys([1.0, *rounded]) if torch.equal(Factor(each).times(rows), made)]
+    return found[0] if len(found) == 1 else None
 
 
 def _normalises(norm: nn.Module, x_BTC: Tensor, wide: bool) -> bool:

@@ -18,7 +18,9 @@ import infuse
 from infuse.authors import LibraryCalls
 from infuse.generate import direct, install
 from infuse.generate.choose import likeliest
-from infuse.layers.stack import Answer, StackCall
+from infuse.generate.direct import DirectSteps
+from infuse.layers.native_part import Columns
+from infuse.layers.stack import Answer, Called, StackCall
 from infuse.native import kernels
 from infuse.ops.cpu.program import CosSin, NativeProgram
 from tests.models import vision_language
@@ -29,9 +31,11 @@ pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()
 NEW = 9
 # The first decode step is traced and made again; the prompt's step and the traced one are the model's.
 DIRECT = NEW - 1
-DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite"]
-LATENTS = ["deepseek-v2", "deepseek-v3-yarn", "glm4-moe-lite", "youtu"]
-WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h", "kimi_linear", "bailing_hybrid"]
+DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite", "gemma"]
+# Blocks without rotary positions among others with them; two kinds of them; windows on some blocks, and on all.
+UNLIKE = ["smollm3", "exaone-moe", "gemma3", "qwen2-window", "mistral"]
+LATENTS = ["deepseek-v2", "deepseek-v3-yarn", "glm4-moe-lite", "youtu", "minicpm3"]
+WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h", "kimi_linear", "bailing_hybrid", "lfm3"]
 # Models that compute something between their parts.
 ELSEWHERE = {"gpt2": "adds positions", "gemma2": "caps the logits"}
 
@@ -64,7 +68,7 @@ def answer(model: Any, batch: int = 1, **asked: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", [*DIRECTLY, *LATENTS])
+@pytest.mark.parametrize("name", [*DIRECTLY, *UNLIKE, *LATENTS])
 def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     exact = answer(BY_NAME[name].make(), batch)
@@ -124,7 +128,10 @@ def test_a_stream_that_is_changed_in_place_is_noticed(
     assert torch.equal(answer(engine), answer(original)) and made == [True], "it was made again, once"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-dynamic", "qwen3-moe", "granite", "deepseek-v2", *WITH_STATES])
+PADDED = ["llama", "llama-dynamic", "qwen3-moe", "granite", "deepseek-v2", "minicpm3", *UNLIKE, *WITH_STATES]
+
+
+@pytest.mark.parametrize("name", PADDED)
 def test_padded_batches(name: str, made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask grows with the tokens, over the end of the cache's room, too."""
     original = BY_NAME[name].make(max_position_embeddings=256)
@@ -218,7 +225,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic", "granite", "deepseek-v2", *WITH_STATES])
+SEVERAL = ["llama", "qwen3-moe", "llama-dynamic", "granite", "deepseek-v2", "minicpm3", *UNLIKE, *WITH_STATES]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
     """Over the end of the table of positions; rotary positions of their own step by step."""
@@ -253,13 +263,132 @@ def test_a_token_whose_embedding_is_zero_tells_no_factor(name: str, made: list[b
     assert torch.equal(engine.generate(prompt, max_new_tokens=NEW, do_sample=False), wanted)
 
 
-@pytest.mark.parametrize("window", [5, 40])
-def test_steps_in_one_call_end_before_a_window(window: int, calls: list[int]) -> None:
-    """From there on the model passes a mask, and is called."""
-    original = BY_NAME["mistral"].make(vocab_size=8192, tie_word_embeddings=False, sliding_window=window)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("window", [5, 8, 9, 40])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-window", "lfm3"])
+def test_the_models_masks_tell_which_blocks_have_a_window(
+    name: str, window: int, padding: str | None, batch: int, made: list[bool]
+) -> None:
+    """Where it begins to hide tokens that padding does not hide, the model is called: once or twice, to look again."""
+    original = BY_NAME[name].make(sliding_window=window, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    given = inputs(BY_NAME[name], batch=batch, tokens=7, padding=padding)
+    asked: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    wanted = original.generate(**given, **asked)
+    for _ in range(2):
+        made.clear()
+        assert torch.equal(engine.generate(**given, **asked), wanted)
+        assert made.count(True) >= 60 - 3 and all(made)
+    wide = BY_NAME[name].make(sliding_window=4096, tie_word_embeddings=False)
+    assert not torch.equal(wide.generate(**given, **asked), wanted), "the window hides nothing that matters"
+
+
+@pytest.mark.parametrize(("name", "times"), [("llama", 1), ("gpt2", 1), ("mistral", 2), ("llama4", 1)])
+def test_steps_are_traced_once_and_again_behind_a_window(
+    name: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is not understood goes on as it is."""
+    traced, found = DirectSteps.traced, []
+    monkeypatch.setattr(DirectSteps, "traced", lambda *args: (found.append(1), traced(*args))[1])
+    changes = {"mistral": {"sliding_window": 20}, "llama4": {"attention_chunk_size": 16}}.get(name, {})
+    original = BY_NAME[name].make(**changes)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    assert torch.equal(answer(engine, max_new_tokens=40), answer(original, max_new_tokens=40))
+    assert len(found) == times
+
+
+def test_a_window_is_known_where_no_other_one_hides_the_same() -> None:
+    """Nor padding, which says nothing of later steps: those of the answer end where it would."""
+    ones = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    padding, of_three, of_six = (ones & (torch.arange(9) >= first) for first in (2, 6, 3))
+    plain = direct.Hiding(None, 9, {3, 6, 20})
+    assert [plain.window_of(mask) for mask in (None, of_three, of_six, padding)] == [0, 3, 6, None]
+    assert plain.window_of(ones) is None and plain.window_of(of_three.float()) is None and plain.window_end == 20
+    padded = direct.Hiding(padding, 9, {3, 7, 20})
+    assert [padded.window_of(mask) for mask in (padding.clone(), of_three, None)] == [0, 3, None]
+    assert padded.window_end == 7 + 2, "a window of 7 hides the padding"
+    rows = torch.cat((padding, ones))
+    assert direct.Hiding(rows, 9, {7}).window_of(torch.cat((padding, padding))) == 7
+    assert direct.Hiding(rows, 9, {7}).window_end == math.inf
+
+
+def test_steps_in_one_call_end_before_a_window(calls: list[int]) -> None:
+    """From there on the model passes a mask, and is called: for one token, and for the next one, which is traced."""
+    original = BY_NAME["mistral"].make(vocab_size=8192, tie_word_embeddings=False, sliding_window=40)
     engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
     assert torch.equal(answer(engine, max_new_tokens=60), answer(original, max_new_tokens=60))
-    assert sum(calls) == (0 if window == 5 else window - 1 - (7 + 1))
+    assert calls[0] == 40 - 1 - (7 + 1) and sum(calls) == 60 - 2 - 2
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "granite"])
+@pytest.mark.parametrize("base", [48, 12, 256])
+def test_numbers_by_which_the_heads_input_is_divided(name: str, base: int, calls: list[int]) -> None:
+    """By none, by a power of two and by another one."""
+    changes = {"dim_model_base": base} if name == "minicpm3" else {"logits_scaling": 48 / base}
+    original = BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=False, **changes)
+    for dtype in ("fp32", "bf16"):
+        engine = infuse.init_inference(copy.deepcopy(original), dtype=dtype)
+        calls.clear()
+        found = answer(engine, max_new_tokens=40)
+        assert sum(calls) == 40 - 2
+        with part_by_part(engine.module):
+            assert torch.equal(answer(engine, max_new_tokens=40), found)
+        assert dtype == "bf16" or torch.equal(found, answer(original, max_new_tokens=40))
+
+
+@pytest.mark.parametrize(("dtype", "quant"), [("fp32", "int8"), ("bf16", None), ("bf16", "int8"), ("bf16", "int4")])
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "lfm3", "minicpm3"])
+def test_several_steps_of_quantized_models(
+    name: str, dtype: str, quant: str | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tables may be the heads', quantized; numbers of 16 bits are rounded as the model rounds them."""
+    model = BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=quant is not None)
+    engine = infuse.init_inference(model, dtype=dtype, **({"quant": quant} if quant else {}))
+    found = answer(engine, 2, max_new_tokens=40)
+    assert sum(calls) == 40 - 2
+    monkeypatch.setattr(DirectSteps, "step_of", lambda *_: None)
+    assert torch.equal(answer(engine, 2, max_new_tokens=40), found)
+
+
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_under_a_window_are_those_of_each_block(
+    dtype: str, kv_cache: str | None, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a long prompt, of which the masks hide most."""
+    model = BY_NAME["lfm3"].make(sliding_window=100, max_position_embeddings=1024)
+    engine = infuse.init_inference(model, dtype=dtype, **({"kv_cache": kv_cache} if kv_cache else {}))
+    ids = torch.randint(3, 90, (2, 700), generator=torch.Generator().manual_seed(0))
+    found = engine.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert made == [True] * DIRECT
+    monkeypatch.setattr(DirectSteps, "step_of", lambda *_: None)
+    assert torch.equal(engine.generate(ids, max_new_tokens=NEW, do_sample=False), found)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "minicpm3"])
+def test_another_number_of_a_table_is_noticed(name: str, made: list[bool]) -> None:
+    """By which it multiplies its rows; it is part of the program."""
+    original = BY_NAME[name].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    before = answer(engine)
+    for model in (engine.module, original):
+        model.get_input_embeddings().embed_scale = torch.tensor(0.25)
+    assert torch.equal(answer(engine), answer(original)) and not torch.equal(answer(original), before)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("lfm3", (None, 0, 1)), ("smollm3", (0, None, 0))])
+def test_blocks_are_turned_by_positions_of_their_own_kind(
+    name: str, kinds: tuple[int | None, ...], made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the step that is made again tells, and the model is called."""
+    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    exact, stack = answer(engine), engine.module._infuse.direct.stack
+    assert stack.called.kinds == kinds and made == [True] * DIRECT
+    monkeypatch.setattr(Called, "columns", lambda self, block: Columns(0, self.widths[0]))
+    other = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    made.clear()
+    assert torch.equal(answer(other), exact) and made == [True]
 
 
 @pytest.mark.parametrize("name", ["llama", *WITH_STATES])

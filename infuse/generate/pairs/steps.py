@@ -25,15 +25,15 @@ from infuse.generate.direct import (
     equal,
     factors_in,
     is_same,
-    least_window,
     path_to,
+    spans_in,
 )
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache, pair_of
 from infuse.layers.contract import NEUTRAL, named
 from infuse.layers.named_attention import names_ours
 from infuse.layers.position import LearnedBias
-from infuse.layers.stack import Around, ReadStates, Table
+from infuse.layers.stack import Around, Called, Factor, ReadStates, Table
 from infuse.layers.states_slot import StatesCache
 
 
@@ -58,7 +58,7 @@ class PairSteps(DirectSteps):
         pair = pair_of(cache_in(inputs))
         at = next((number for number, call in enumerate(calls) if call.module is parts.blocks[0]), 0)
         count = len(parts.blocks)
-        turns = [call for call in calls[:at] if isinstance(call.output, tuple)]
+        turned = [call for call in calls[:at] if isinstance(call.output, tuple)]
         before = [call for call in calls[:at] if not isinstance(call.output, tuple)]
         blocks, after = calls[at : at + count], calls[at + count :]
         if pair is None or type(pair.self_attention_cache) is not KVCache or not before or len(blocks) != count:
@@ -66,21 +66,25 @@ class PairSteps(DirectSteps):
         cache = pair.self_attention_cache
         x = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
         begin = _Begin.of(before, x, parts, inputs[self.ids], cache.layers[0].length - 1)
-        read = _read(blocks, parts, pair, x, turns[0].output if turns else None)
-        turning = _turning(turns[0], (before[0].output, x)) if len(turns) == 1 else None
-        if begin is None or read is None or (turns and turning is None):
+        read = _read(blocks, parts, pair, x, turned[0].output if turned else None)
+        turning = _turning(turned[0], (before[0].output, x)) if len(turned) == 1 else None
+        if begin is None or read is None or (turned and turning is None):
             return None
+        called = Called.of(parts.blocks, [call.output for call in turned], [0 if turned else None] * count)
         end = _End.of(after, blocks[-1].output, outputs.logits, parts)
-        if end is None:
+        if end is None or called is None:
             return None
         plain = begin.norm is None and (begin.places is None or begin.padding is None)
-        around = Around(begin.factor, 1.0, False, begin.places if plain else None, end.factor, end.shift)
-        stack = self.stack_of(parts, parts.embedding if plain else None, end.norm, before[0].output, around)
+        places = begin.places if plain else None
+        around = Around(Factor(begin.factor), places=places, before_head=Factor(end.factor), shift=end.shift)
+        stack = self.stack_of(parts, parts.embedding if plain else None, end.norm, before[0].output, around, called)
         answer = None if stack is None else stack.begin(before[0].output, cache, read)
         if stack is None or answer is None:
             return None
-        step = PairStep(parts, stack, answer, end.norm, turning, _Both(begin, end), cache, before[0].output)
-        step.end_tokens = min(least_window(parts.above[0].config), begin.places_count)
+        turnings = [] if turning is None else [turning]
+        step = PairStep(parts, stack, answer, end.norm, turnings, _Both(begin, end), cache, before[0].output)
+        spans = [span for kind in ("window", "chunk") for span in spans_in(parts.above[0].config, kind)]
+        step.end_tokens = min([begin.places_count, *spans])
         return step
 
 

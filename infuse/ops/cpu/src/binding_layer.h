@@ -69,10 +69,11 @@ struct FactorsPart {
 // queries alone, and nothing is appended. The sigmoid of a gate multiplies the heads: if it is `gated`, that of the last
 // rows of qkv, else that of `gate`, if there is one, with one row for each feature or head. The window is as in
 // ops.attention. `bias` [1, H, 1, S], if the program holds it, is that of the last of S tokens: one's before it has the
-// last columns.
+// last columns. Columns [turns_at, turns_at + turns) of the step's cos and sin are this part's: none if `turns` is 0, all
+// if it is -1.
 struct AttentionPart {
   static constexpr std::string_view kKind = "attention";
-  int64_t heads, kv_heads, width, window;
+  int64_t heads, kv_heads, width, window, turns_at, turns;
   bool interleaved, borrowed, gated;
   double scale, softcap;
   Maybe sinks;
@@ -82,8 +83,8 @@ struct AttentionPart {
   std::optional<NormPart> q_norm, k_norm, v_norm, out_norm;
   std::optional<FactorsPart> factors;
   Storage keys, values, bias;
-  INFUSE_FIELDS(heads, kv_heads, width, window, interleaved, borrowed, gated, scale, softcap, sinks, qkv, out, gate,
-                q_norm, k_norm, v_norm, out_norm, factors, keys, values, bias)
+  INFUSE_FIELDS(heads, kv_heads, width, window, turns_at, turns, interleaved, borrowed, gated, scale, softcap, sinks,
+                qkv, out, gate, q_norm, k_norm, v_norm, out_norm, factors, keys, values, bias)
 
   int64_t all_heads() const { return (borrowed ? heads : heads + 2 * kv_heads) + (gated ? heads : 0); }
 };
@@ -146,18 +147,19 @@ struct SelectiveScanPart {
 };
 // Attention to latents, which each head expands to its key and value by its rows of kv_b: keys [B, 1, S, latent] and
 // values [B, 1, S, turned] of the cache are the latents and a part of the keys that all heads share. If they are `pairs`,
-// columns (2i, 2i + 1) move to (i, i + turned / 2) before they are turned. The sigmoid of `gate` as in AttentionPart.
+// columns (2i, 2i + 1) move to (i, i + turned / 2) before they are turned. `turns_at`, `turns` and the sigmoid of `gate`
+// as in AttentionPart.
 struct LatentAttentionPart {
   static constexpr std::string_view kKind = "latent_attention";
-  int64_t heads, plain, turned, latent, value;
+  int64_t heads, plain, turned, latent, value, turns_at, turns;
   bool interleaved, pairs;
   double scale;
   LinearPart q, kv_a, kv_b, out;
   std::optional<LinearPart> q_a, gate;
   std::optional<NormPart> q_norm, kv_norm;
   Storage keys, values;
-  INFUSE_FIELDS(heads, plain, turned, latent, value, interleaved, pairs, scale, q, kv_a, kv_b, out, q_a, gate, q_norm,
-                kv_norm, keys, values)
+  INFUSE_FIELDS(heads, plain, turned, latent, value, turns_at, turns, interleaved, pairs, scale, q, kv_a, kv_b, out,
+                q_a, gate, q_norm, kv_norm, keys, values)
 };
 // The gated delta rule with a decay for each channel of the keys: the rows of `into` are queries, keys, values and beta,
 // then those of decay and gate. One that has a rank is made by its own matrix instead, of so many columns of `low`, the

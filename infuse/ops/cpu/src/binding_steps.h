@@ -58,6 +58,15 @@ struct StepMachine : StateSteps {
   Maybe wide_sum(const Maybe& a, const Maybe& b) const {
     return sum(in_type(*a, ScalarType::Float), in_type(*b, ScalarType::Float));
   }
+  // The part's own columns of cos or sin, [1 or B, T, columns of all kinds].
+  template <class Part>
+  static Maybe turns_of(const Part& part, const Maybe& all) {
+    if (!all || part.turns < 0) return all;
+    if (part.turns == 0) return std::nullopt;
+    const int64_t end = part.turns_at + part.turns;
+    STD_TORCH_CHECK(all->dim() == 3 && end <= all->size(2), "cos and sin have fewer than ", end, " columns");
+    return all->first(2, end).last(2, part.turns);
+  }
   Maybe apply(const AttentionPart& a, const Maybe& from) const {
     const Maybe& keys = a.keys.array ? a.keys.array : given.keys;
     const Maybe& values = a.values.array ? a.values.array : given.values;
@@ -74,9 +83,9 @@ struct StepMachine : StateSteps {
     }
     const Array q = array({batch, a.heads, tokens, a.width}, *from);
     const Array attended = array({batch, tokens, a.heads, a.width}, *from);
-    const bool turned = a.borrowed ? rotated(qkv, given.cos, given.sin, a.interleaved, q)
-                                   : rotary_append(qkv, given.cos, given.sin, *keys, *values, given.start, a.heads,
-                                                   a.interleaved, q);
+    const Maybe cos = turns_of(a, given.cos), sin = turns_of(a, given.sin);
+    const bool turned = a.borrowed ? rotated(qkv, cos, sin, a.interleaved, q)
+                                   : rotary_append(qkv, cos, sin, *keys, *values, given.start, a.heads, a.interleaved, q);
     if (!turned) return std::nullopt;
     const bool causal = !given.mask || a.window > 0;
     const int64_t length = given.start + tokens;
@@ -133,7 +142,7 @@ struct StepMachine : StateSteps {
         copy_turned(some, bytes_at(plain, (row * (a.heads + 1) + head) * a.turned), a.turned, bytes, a.pairs);
       }
     }
-    if (!rotated(plain, given.cos, given.sin, a.interleaved, turned)) return std::nullopt;
+    if (!rotated(plain, turns_of(a, given.cos), turns_of(a, given.sin), a.interleaved, turned)) return std::nullopt;
     for (int64_t row = 0; row < batch * tokens; ++row) {
       const int64_t b = row / tokens, t = row % tokens, at = given.start + t;
       const char* key = bytes_at(turned, ((b * (a.heads + 1) + a.heads) * tokens + t) * a.turned);
