@@ -3,7 +3,7 @@
     python bench/hybrids.py [--models qwen3_5 granite lfm2] [--formats bfloat16 int8 int4] [--contexts 128 32768]
                             [--batches 1 8] [--prompt 2048] [--tokens 48] [--plain] [--out FILE.md]
     python bench/hybrids.py --models qwen3_5 --save FOLDER    # for llama.cpp's convert_hf_to_gguf.py
-    python bench/hybrids.py --gguf FOLDER/model.gguf          # beside ik_llama.cpp on the same file
+    python bench/hybrids.py --gguf FOLDER/model.gguf [--peers llama.cpp ik_llama.cpp]    # beside them on the same file
 
 Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B; and
 of 0.35 to 0.6 B, with --prompt 0: falcon_h1, mamba2, falcon_mamba, jamba, kimi_linear, and of latent attention alone
@@ -31,6 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 import infuse
+from hub import PEERS as HUB_PEERS
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.short_conv import ShortConvShape
@@ -300,17 +301,19 @@ def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table, re
 
 
 def beside(path: Path, args: argparse.Namespace) -> Table:
-    """Seconds of infuse and ik_llama.cpp on a GGUF file, in turns: a prompt, and steps of each batch."""
+    """Seconds of infuse and its peers on a GGUF file, in turns: a prompt, and steps of each batch."""
     batch, tokens = max(args.batches), max(args.prompt, args.contexts[0]) + args.tokens + 1
     with torch.device("meta"):
         model = t.AutoModelForCausalLM.from_config(read_gguf_config((path,)))
     engine = infuse.init_inference(model, dtype=torch.bfloat16, checkpoint=str(path), progress=False)
     engine.module.generation_config.eos_token_id = None
-    told = ["ik_llama.cpp", path.suffix, "none", path.parent, batch, tokens]
-    peer = Peer([sys.executable, str(PROGRAM), *map(str, told)])
-    if peer.why:
-        raise SystemExit(peer.why)
-    runs = {"infuse": ours(engine.module), "ik_llama.cpp": peer}
+    peers = {}
+    for name in args.peers:
+        told = [name, path.suffix, "none", path.parent, batch, tokens]
+        peers[name] = Peer([sys.executable, str(PROGRAM), *map(str, told)])
+        if why := peers[name].why:
+            raise SystemExit(why)
+    runs = {"infuse": ours(engine.module), **peers}
     firsts = in_turns([partial(prefill, run, args.prompt) for run in runs.values()], args.repeats)
     rows = {name: [name, f"{median(seconds):.2f}"] for name, seconds in zip(runs, firsts, strict=True)}
     for each in args.batches:
@@ -320,7 +323,8 @@ def beside(path: Path, args: argparse.Namespace) -> Table:
         )
         for name, a, b in zip(runs, one, more, strict=True):
             rows[name].append(f"{1e3 * (median(b) - median(a)) / args.tokens:.2f}")
-    peer.close()
+    for peer in peers.values():
+        peer.close()
     table = Table(path.name, f"prompt of {args.prompt}, s", *(f"batch {each}, ms a step" for each in args.batches))
     for row in rows.values():
         table.add_row(*row)
@@ -341,10 +345,11 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="time transformers, too")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the models there, and measure nothing")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="measure this file alone")
+    parser.add_argument("--peers", nargs="*", choices=HUB_PEERS, default=["ik_llama.cpp"], help="with --gguf")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     if args.gguf is not None:
-        return show(markdown(beside(args.gguf, args), "A GGUF file, infuse and ik_llama.cpp"), args.out)
+        return show(markdown(beside(args.gguf, args), "A GGUF file"), args.out)
     if args.save is not None:
         for name in args.models:
             made(name).save_pretrained(args.save / name)
