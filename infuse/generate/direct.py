@@ -244,7 +244,7 @@ class Plain:
     widens: bool
 
     @classmethod
-    def of(cls, embedded: Tensor, x: Any, normed: Tensor, headed: Call, logits: Tensor, parts: Parts) -> Plain | None:
+    def of(cls, embedded: Any, x: Any, normed: Any, headed: Call, logits: Tensor, parts: Parts) -> Plain | None:
         """Find it from the values of one step, by the numbers in the config.
 
         None if it does something else, or if these values do not tell which number it is: those of a row of zeros.
@@ -252,7 +252,8 @@ class Plain:
         if headed.module is not parts.head or len(headed.args) != 1 or headed.kwargs:
             return None
         (given,), made = headed.args, headed.output
-        if not isinstance(given, Tensor):
+        # Where other threads call the model meanwhile, these may be the results of any module.
+        if not all(isinstance(value, Tensor) for value in (x, embedded, given, normed, made)):
             return None
         numbers = [number for number in dict.fromkeys(factors_in(parts.above[0].config)) if number != 1.0]
         products = [ONE, *map(Factor, numbers)]

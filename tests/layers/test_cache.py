@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -103,7 +103,7 @@ def both(
     return ours, batch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, batch=st.integers(1, 3), capacity_tokens=st.sampled_from([0, 16, 100]))
 def test_holds_what_transformers_cache_holds(steps: list[tuple[str, int]], batch: int, capacity_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)

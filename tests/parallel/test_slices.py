@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infuse.parallel.slices import split, split_heads
 
 SIZES = st.integers(1, 9)
+ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other processes may compute
 
 
+@ANY_PACE
 @given(st.integers(1, 5000), SIZES, st.sampled_from([1, 2, 16, 64, 100]), st.sampled_from([1, 32, 64, 96, 128]))
 def test_a_split_covers_everything_once(total: int, size: int, grain: int, multiple: int) -> None:
     parts = split(total, size, grain=grain, multiple=multiple)
@@ -40,6 +42,7 @@ def test_splits_by_hand(total: int, size: int, grain: int, multiple: int, length
     assert [stop - start for start, stop in split(total, size, grain=grain, multiple=multiple)] == lengths
 
 
+@ANY_PACE
 @given(st.integers(1, 6), st.integers(1, 12), SIZES)
 def test_each_head_is_on_one_rank_with_the_keys_it_looks_at(group: int, kv_heads: int, size: int) -> None:
     heads = group * kv_heads

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infuse.quant.floating import ERRORS, FloatFormat, pack_fp6, unpack_fp6
@@ -113,7 +113,7 @@ def test_every_byte_packs_exactly() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_value_comes_back_within_its_bound(name: str, data: st.DataObject) -> None:
     """Within a part of itself, or within half the smallest step."""
     weight = data.draw(weights(8))
@@ -125,7 +125,7 @@ def test_every_value_comes_back_within_its_bound(name: str, data: st.DataObject)
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_layout_and_rounding_agree_with_the_definition(data: st.DataObject) -> None:
     """Each value's code is that of the nearest value of the whole grid, searched here among all of them."""
     name = data.draw(st.sampled_from(NAMES))

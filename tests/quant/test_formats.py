@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from infuse.errors import ConfigError
@@ -121,7 +121,7 @@ def test_only_floating_matrices(weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", UNCUT)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_uncut_formats_are_off_by_half_a_step_at_most(kind: str, data: st.DataObject) -> None:
     weight = data.draw(weights(8))
     quantized = quant_format(kind.format(8)).quantize(weight)
@@ -132,7 +132,7 @@ def test_uncut_formats_are_off_by_half_a_step_at_most(kind: str, data: st.DataOb
 
 @pytest.mark.parametrize("kind", FULL_RANGE)
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_second_quantization_changes_nothing(kind: str, data: st.DataObject) -> None:
     format = quant_format(kind.format(8))
     once = round_trip(data.draw(weights(8)), format)
