@@ -59,7 +59,8 @@ def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = 
 
 def _structure_mismatch(trial: Trial, step: Step, cases: list[Case], wanted: compare.Expected) -> str | None:
     """Compare in float32, once for all steps that differ only in formats and bodies."""
-    key = trial.key(plain := step.plain)
+    plain = step.plain
+    key = (*trial.key(plain), plain.likeness)  # with verify="all", keys do not tell a place's candidates apart
     if key not in trial.structures:
         new = trial.builder.built(plain, _widest(trial.model.get_submodule(step.path)))
         trial.structures[key] = compare.structure_mismatch(new, cases, wanted)

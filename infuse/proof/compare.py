@@ -156,6 +156,7 @@ class _LargeProductsByOneDNN(TorchFunctionMode):
 
 def _favours_onednn(x: Tensor, weight: Tensor) -> bool:
     fits = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
+    fits = fits and type(weight) in (Tensor, nn.Parameter)  # other libraries' classes have products of their own
     return fits and weight.numel() >= _ONEDNN_VALUES and torch.backends.mkldnn.is_available()
 
 
