@@ -4,6 +4,7 @@
                             [--batches 1 8] [--prompt 2048] [--tokens 48] [--plain] [--out FILE.md]
     python bench/hybrids.py --models qwen3_5 --save FOLDER    # for llama.cpp's convert_hf_to_gguf.py
     python bench/hybrids.py --gguf FOLDER/model.gguf [--peers llama.cpp ik_llama.cpp]    # beside them on the same file
+    python bench/hybrids.py --models qwen3_5 --formats bfloat16 --peak 100000    # memory that a long prompt takes
 
 Random weights of about 1 B: Qwen 3.5's gated delta rule, a state-space mixture like Granite 4 H, and LFM2 1.2B; and
 of 0.35 to 0.6 B, with --prompt 0: falcon_h1, mamba2, falcon_mamba, jamba, kimi_linear, and of latent attention alone
@@ -38,7 +39,7 @@ from infuse.architectures.short_conv import ShortConvShape
 from infuse.cli.gguf_file import read_gguf_config
 from infuse.profile.probe import MemoryReader, matmul_rate
 from peers import PROGRAM, Peer, ours, prefill
-from report import in_turns, markdown, show
+from report import in_turns, markdown, memory_bytes, show
 
 _COMMON = dict(vocab_size=65536, max_position_embeddings=65536, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
@@ -284,6 +285,23 @@ def measure(
     )  # fmt: skip
 
 
+def peak(name: str, format: str, tokens: int, table: Table) -> None:
+    """The most memory that the process has while a prompt is answered, beyond weights and cached keys and values."""
+    model = made(name)
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, tokens + 8)
+    quant = {} if format == "bfloat16" else {"quant": format}
+    engine = infuse.init_inference(model, dtype=torch.bfloat16, progress=False, verify="off", **quant)
+    engine.generate(torch.randint(5, 60000, (1, 64)), max_new_tokens=8, do_sample=False)
+    cached = bytes_of(engine, 1, tokens) - bytes_of(engine, 1, 0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
+    before, begun = memory_bytes("VmRSS"), time.perf_counter()
+    engine.generate(torch.randint(5, 60000, (1, tokens)), max_new_tokens=2, do_sample=False)
+    seconds, beyond = time.perf_counter() - begun, memory_bytes("VmHWM") - before - cached
+    _row(table, name, format, f"{tokens}", f"{seconds:.0f}", f"{before / 1e9:.2f}", f"{cached / 1e9:.2f}",
+        f"{beyond / 1e9:.2f}",
+    )  # fmt: skip
+
+
 def plain(name: str, args: argparse.Namespace, decode: Table, prefill: Table, reader: MemoryReader) -> None:
     """transformers' own figures, in bfloat16."""
     model = made(name)
@@ -346,6 +364,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the models there, and measure nothing")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="measure this file alone")
     parser.add_argument("--peers", nargs="*", choices=HUB_PEERS, default=["ik_llama.cpp"], help="with --gguf")
+    parser.add_argument("--peak", type=int, metavar="TOKENS", help="measure the memory of such a prompt alone")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     if args.gguf is not None:
@@ -354,6 +373,12 @@ def main() -> None:
         for name in args.models:
             made(name).save_pretrained(args.save / name)
         return None
+    if args.peak:
+        table = Table("model", "format", "tokens", "s", "before, GB", "keys and values, GB", "beyond both at most, GB")
+        for name in args.models:
+            for format in args.formats:
+                peak(name, format, args.peak, table)
+        return show(markdown(table, "Memory of a prompt"), args.out)
     decode = Table("model", "format", "batch", "context", "ms a step", "MB", "GB/s", "of the bandwidth", "of batch 1")
     prefill = Table("model", "format", "tokens", "ms", "10^12 operations", "10^9/s", "of the matmul rate")
     reader = MemoryReader(size_bytes=1 << 28)

@@ -35,6 +35,9 @@ from infuse.parallel.group import LOCAL, Group
 # A prompt of more than twice this many tokens, over all rows, runs in parts of this size. Activations then take the
 # memory of 4096 tokens, however long the prompt is, and products are as fast as over the whole prompt.
 PART_TOKENS = 4096
+# Models make a mask of each part's tokens over all tokens, in bytes: beyond 32,768 tokens parts are smaller, so that it
+# takes 128 MiB, but not below LEAST_PART_TOKENS.
+MASK_VALUES, LEAST_PART_TOKENS = 1 << 27, 512
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that depend on the length of the call
 
 UPDATE = "_update_model_kwargs_for_generation"  # not called before a step that follows
@@ -264,8 +267,9 @@ class Steps:
         if not isinstance(ids, Tensor) or ids.numel() <= 2 * PART_TOKENS or not self._divides():
             return
         rows, count = ids.shape
-        part = max(PART_TOKENS // rows, 1)
         before = 0 if mask is None else mask.shape[1] - count  # columns of tokens that the cache holds already
+        fitting = max(MASK_VALUES // (before + count), LEAST_PART_TOKENS)
+        part = max(min(PART_TOKENS, fitting) // rows, 1)
         ends: Sequence[int] = range((count - 1) % part + 1, count + 1, part)  # the first part is the shorter one
         if mask is not None and any(mixer.state_values for mixer in _mixers(self.model)):
             # Models mask what layers with states see in the first part alone: it takes all of the padding.

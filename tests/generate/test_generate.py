@@ -263,6 +263,15 @@ def test_a_long_prompt_runs_in_parts(name: str, monkeypatch: pytest.MonkeyPatch)
     with counted(engine.module) as tokens:
         assert torch.equal(seeded(engine, **given), exact)
     assert tokens == [3] + [4] * 5 + [1] * (NEW - 1)
+    monkeypatch.setattr(loop, "MASK_VALUES", 4 * 23)  # four tokens of both rows together, over all 23
+    monkeypatch.setattr(loop, "LEAST_PART_TOKENS", 1)
+    with counted(engine.module) as tokens:
+        assert torch.equal(seeded(engine, **given), exact)
+    assert tokens == [1] + [2] * 11 + [1] * (NEW - 1)
+    monkeypatch.setattr(loop, "LEAST_PART_TOKENS", 6)
+    with counted(engine.module) as tokens:
+        assert torch.equal(seeded(engine, **given), exact)
+    assert tokens == [2] + [3] * 7 + [1] * (NEW - 1)
     exact = seeded(original, **one_row(name), prompt_lookup_num_tokens=2)
     monkeypatch.setattr(loop, "PART_TOKENS", 4)
     assert torch.equal(seeded(engine, **one_row(name), prompt_lookup_num_tokens=2), exact)
