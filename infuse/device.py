@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ class Device:
         return torch.bfloat16 if self.bfloat16_in_hardware else torch.float32
 
 
+@cache
 def cpu_features() -> tuple[str, ...]:
     """The instruction sets of this CPU that kernels use; empty if unknown."""
     try:

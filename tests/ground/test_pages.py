@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,35 @@ def test_scratch_memory_that_is_cleared_or_far_too_large_is_not_taken_again() ->
     assert len(scratch._free) == 1
     small = scratch.empty((count,), torch.int8)
     assert small.nbytes == count and len(scratch._free) == 1
+
+
+def test_lasting_tensors_lie_side_by_side_in_storages_of_their_own() -> None:
+    """Of 0.25 to 4 MiB, where the system gives large pages; others are as `empty` makes them."""
+    shapes = [(300, 1024), (1, 300_007), (7, 5), (0, 9), (1 << 20,), (1 << 23,)] * 9
+    with ThreadPoolExecutor(4) as pool:
+        made = [*pool.map(lambda shape: memory.lasting(shape, torch.int8), shapes)]
+    for i, each in enumerate(made):
+        each.fill_(i)
+    assert all(
+        each.shape == shape and bool((each == i).all())
+        for i, (each, shape) in enumerate(zip(made, shapes, strict=True))
+    )
+    assert all(each.untyped_storage().nbytes() == each.nbytes and each.storage_offset() == 0 for each in made)
+    if memory.given():
+        small = sorted(each.data_ptr() for each in made if 1 << 18 <= each.nbytes < memory.LEAST_BYTES)
+        assert not any(address % 64 for address in small)
+        assert sum(after - before < 1 << 21 for before, after in pairwise(small)) >= len(small) - 3
+
+
+@pytest.mark.skipif(not memory.given(), reason="the system gives no large pages")
+def test_a_slab_ends_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_slab", [lambda: None, 0])
+    first, second = (memory.lasting((1 << 20,), torch.int8) for _ in range(2))
+    slab, view = memory._slab[0], second[5:]
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    del first, second
+    assert slab() is not None and memory.lasting((1 << 20,), torch.int8).data_ptr() > view.data_ptr()
+    del view
+    assert slab() is None
+    kept = [memory.lasting((3 << 20,), torch.int8) for _ in range(40)]  # more than a slab holds
+    assert len({each.data_ptr() for each in kept}) == 40 and memory._slab[1] < 1 << 26

@@ -8,7 +8,7 @@ use PyTorch's product with the whole dequantized weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -53,10 +53,12 @@ def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
     """
     if _declined(weight.format, weight.shape[1]) or weight.device.type != "cpu":
         return None
-    return _gathered([weight], weight.shape)
+    return _gathered([weight], weight.shape, memory.empty)
 
 
-def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight | None:
+def _gathered(
+    parts: Iterable[QuantizedWeight], shape: tuple[int, int], empty: Callable[..., Tensor] = memory.lasting
+) -> QuantizedWeight | None:
     """As _in_panels, for a weight of `shape` in parts of its rows. All parts but the last are whole panels."""
     (outputs, inputs), first = shape, 0
     panels = -(-outputs // PANEL_ROWS)
@@ -64,14 +66,15 @@ def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> Quant
     for part in parts:
         data, *of_groups = part.tensors.values()
         if not whole:
-            room = memory.empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), data.dtype)
-            rooms = [torch.zeros(panels, each.shape[1], PANEL_ROWS, dtype=each.dtype) for each in of_groups]
+            room = empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), data.dtype)
+            rooms = [empty((panels, each.shape[1], PANEL_ROWS), each.dtype) for each in of_groups]
             whole = dict(zip(part.tensors, (room, *rooms), strict=True))
         here = slice(first, first - (-part.shape[0] // PANEL_ROWS))
         first = here.stop
         to, *to_groups = (each[here] for each in whole.values())
         if part.shape[0] % PANEL_ROWS:
-            to[-1] = 0
+            for each in (to, *to_groups):
+                each[-1] = 0
         if not kernels().pack_panels.default(data.contiguous(), CODES.index(part.format.name), to):
             return None
         for of_rows, to_panels in zip(of_groups, to_groups, strict=True):
