@@ -2,10 +2,10 @@
 
 A user's own class or patch is called in each step. What a model computes between its parts is its own affair, so each
 answer's first step is traced: every part must have got the very tensor that the part before it returned, but for
-numbers of the config by which the embedding, the head's input or the logits are multiplied. The first such step of a
-model is also computed again, and must give the same logits. Masks are the model's affair, too: they may hide padding,
-and tokens before a window that the config names. Where another window may begin to hide some, the model is called, and
-then traced again.
+numbers of the config by which the embedding, the head's input or the logits are multiplied, or by which these are
+capped. The first such step of a model is also computed again, and must give the same logits. Masks are the model's
+affair, too: they may hide padding, and tokens before a window that the config names. Where another window may begin to
+hide some, the model is called, and then traced again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infuse.temporary_hooks import TemporaryHooks
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
 _STATIC_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 _TABLE_TOKENS = 64
-_FACTORS = ("multiplier", "scale", "scaling")  # in names of config keys
+FACTORS, _CAP = ("multiplier", "scale", "scaling"), "softcap"  # in names of config keys
 _CALL_SECONDS = 0.03  # of the steps in one call
 
 
@@ -176,16 +176,16 @@ class DirectStep:
         if y is None:
             return None
         if answer.gives_logits:
-            return self._around.widened(y)
+            return self._around.finished(y)
         return self._around.ended(self._parts.head.forward(self._around.before_head(self._norm, y)))
 
     def tokens(self, ids_BT: Tensor, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
 
         As many as take about 30 ms, after which a signal is heard. None, with nothing changed, if steps give no
-        logits, or if the model has to be called.
+        logits, if these are capped, which makes some of the largest equal, or if the model has to be called.
         """
-        if not self._goes_on():
+        if self._around.cap or not self._goes_on():
             return None
         cos_sin, turned = self._cos_sin(ids_BT)
         before_window = self.end_tokens - 1 - self._answer.length
@@ -234,7 +234,8 @@ class DirectStep:
 @dataclass(frozen=True)
 class Plain:
     """What the model does before its blocks and around its head: the factors of the embedding, the head's input and the
-    logits. `narrowed`: the head's input is rounded to another dtype; `widens`: logits become float32.
+    logits. `narrowed`: the head's input is rounded to another dtype; `widens`: logits become float32. `cap`: they are
+    squashed to (-cap, cap) by tanh; 0: they are not.
     """
 
     begin: Factor
@@ -242,6 +243,7 @@ class Plain:
     end: Factor
     narrowed: bool
     widens: bool
+    cap: float
 
     @classmethod
     def of(cls, embedded: Any, x: Any, normed: Any, headed: Call, logits: Tensor, parts: Parts) -> Plain | None:
@@ -255,18 +257,22 @@ class Plain:
         # Where other threads call the model meanwhile, these may be the results of any module.
         if not all(isinstance(value, Tensor) for value in (x, embedded, given, normed, made)):
             return None
-        numbers = [number for number in dict.fromkeys(factors_in(parts.above[0].config)) if number != 1.0]
+        config = parts.above[0].config
+        numbers = [number for number in dict.fromkeys(numbers_in(config, FACTORS)) if number != 1.0]
         products = [ONE, *map(Factor, numbers)]
         factors = [*products, *(Factor(number, divides=True) for number in numbers)]
         narrowed, widens = given.dtype is not normed.dtype, logits.dtype is not made.dtype
         begins = _factors_of(x, embedded, products)
         befores = _factors_of(given, normed.to(given.dtype), [ONE] if narrowed else factors)
-        ends = [each for each in factors if equal(logits, _widened(each.times(made), widens))]
+        caps = [0.0, *dict.fromkeys(number for number in numbers_in(config, (_CAP,)) if number > 0)]
+        plain = [(each, _widened(each.times(made), widens)) for each in factors]
+        ends = [(each, cap) for each, value in plain for cap in caps if equal(logits, _capped(value, cap))]
         if logits is made:
-            ends = [ONE]
+            ends = [(ONE, 0.0)]
         if not len(begins) == len(befores) == len(ends) == 1:
             return None
-        return cls(begins[0], befores[0], ends[0], narrowed, widens)
+        ((end, cap),) = ends
+        return cls(begins[0], befores[0], end, narrowed, widens, cap)
 
     @property
     def steps(self) -> Around:
@@ -280,14 +286,19 @@ class Plain:
         return self.before.times(norm.forward(y))
 
     def ended(self, logits: Tensor) -> Tensor:
-        return self.widened(self.end.times(logits))
+        return self.finished(self.end.times(logits))
 
-    def widened(self, logits: Tensor) -> Tensor:
-        return _widened(logits, self.widens)
+    def finished(self, logits: Tensor) -> Tensor:
+        """What the stack does not do."""
+        return _capped(_widened(logits, self.widens), self.cap)
 
 
 def _widened(logits: Tensor, widens: bool) -> Tensor:
     return logits.float() if widens else logits
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def _factors_of(found: Any, x: Tensor, factors: Sequence[Factor]) -> list[Factor]:
@@ -299,19 +310,19 @@ def equal(found: Any, wanted: Tensor) -> bool:
     return isinstance(found, Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
 
 
-def factors_in(config: Any) -> Iterator[float]:
-    """The factors that a config and those inside it name, or compute of other values."""
+def numbers_in(config: Any, words: Sequence[str]) -> Iterator[float]:
+    """The numbers that a config and those inside it have, or compute, under names with one of these words."""
     owned = {name for kind in type(config).__mro__ for name, own in vars(kind).items() if isinstance(own, property)}
-    computed = {name: getattr(config, name, None) for name in sorted(owned) if _names_factor(name)}
+    computed = {name: getattr(config, name, None) for name in sorted(owned) if _has_word(name, words)}
     for name, value in {**vars(config), **computed}.items():
         if hasattr(value, "model_type"):
-            yield from factors_in(value)
-        elif _names_factor(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield from numbers_in(value, words)
+        elif _has_word(name, words) and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield float(value)
 
 
-def _names_factor(key: str) -> bool:
-    return any(word in key for word in _FACTORS)
+def _has_word(key: str, words: Sequence[str]) -> bool:
+    return any(word in key for word in words)
 
 
 @dataclass(frozen=True)
@@ -392,15 +403,30 @@ class Hiding:
         """The window of a block's mask, 0 if it has none; None if the mask hides other keys."""
         if mask is self.padding or (self.padding is not None and equal(mask, self.padding)):
             return 0
-        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
+        mask = _shown(mask)
+        if mask is None or mask.dim() != 4:
             return None
         shown = torch.ones_like(mask[:1, :1, :1]) if self.padding is None else self.padding
         if mask.shape[1:] != (1, 1, self.length) or len(shown) not in (1, len(mask)):
             return None
+        if equal(mask, shown.expand_as(mask)):
+            return 0
         places = torch.arange(self.length, device=mask.device)
         known = [each for each in self.windows if each <= self.length]
         found = [each for each in known if equal(mask, (shown & (places >= self.length - each)).expand_as(mask))]
         return found[0] if len(found) == 1 else None
+
+
+def _shown(mask: Any) -> Tensor | None:
+    """Which keys a mask shows: one of bools, or, as eager attention takes it, of 0 and its dtype's lowest number.
+
+    None for others, and for one that hides a step's own key: where it hides all, numbers mean something else.
+    """
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        shown = mask == 0
+        known = shown | (mask <= torch.finfo(mask.dtype).min)
+        return shown if bool(known.all()) and bool(shown[..., -1].all()) else None
+    return mask if isinstance(mask, Tensor) and mask.dtype is torch.bool else None
 
 
 def _hooks_ever() -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
 
 import infuse
 from infuse.authors import LibraryCalls
@@ -34,10 +35,12 @@ DIRECT = NEW - 1
 DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite", "gemma"]
 # Blocks without rotary positions among others with them; two kinds of them; windows on some blocks, and on all.
 UNLIKE = ["smollm3", "exaone-moe", "gemma3", "qwen2-window", "mistral"]
+# Masks of numbers, as eager attention takes them; gemma2's logits are capped, which may make some of the largest equal.
+EAGER = ["gpt-oss", "gemma2"]
 LATENTS = ["deepseek-v2", "deepseek-v3-yarn", "glm4-moe-lite", "youtu", "minicpm3"]
 WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h", "kimi_linear", "bailing_hybrid", "lfm3"]
 # Models that compute something between their parts.
-ELSEWHERE = {"gpt2": "adds positions", "gemma2": "caps the logits"}
+ELSEWHERE = {"gpt2": "adds positions"}
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def answer(model: Any, batch: int = 1, **asked: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", [*DIRECTLY, *UNLIKE, *LATENTS])
+@pytest.mark.parametrize("name", [*DIRECTLY, *UNLIKE, *LATENTS, *EAGER])
 def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     exact = answer(BY_NAME[name].make(), batch)
@@ -128,7 +131,7 @@ def test_a_stream_that_is_changed_in_place_is_noticed(
     assert torch.equal(answer(engine), answer(original)) and made == [True], "it was made again, once"
 
 
-PADDED = ["llama", "llama-dynamic", "qwen3-moe", "granite", "deepseek-v2", "minicpm3", *UNLIKE, *WITH_STATES]
+PADDED = ["llama", "llama-dynamic", "qwen3-moe", "granite", "deepseek-v2", "minicpm3", *UNLIKE, *EAGER, *WITH_STATES]
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -147,12 +150,16 @@ def test_padded_batches(name: str, made: list[bool], monkeypatch: pytest.MonkeyP
 
 
 def test_a_mask_that_the_model_makes_itself_is_its_own(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = BY_NAME["llama"].make()
-    engine = infuse.init_inference(model, dtype="fp32")
+    original, engine = BY_NAME["llama"].make(), infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
     given = inputs(BY_NAME["llama"], batch=2, tokens=7, padding="left")
-    engine.module.set_attn_implementation("eager")  # adds a mask of numbers
-    engine.generate(**given, max_new_tokens=4)
-    assert not made
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    for model in (original, engine.module):
+        model.set_attn_implementation("eager")  # adds a mask of numbers: 0, and the lowest one
+    assert torch.equal(engine.generate(**given, **asked), original.generate(**given, **asked)) and made == [True] * 3
+    made.clear()
+    own = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kwargs: own(*args, **kwargs) * 1e-38)
+    assert torch.equal(engine.generate(**given, **asked), original.generate(**given, **asked)) and not made
 
 
 def test_other_modes_are_the_models(made: list[bool]) -> None:
@@ -225,7 +232,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-SEVERAL = ["llama", "qwen3-moe", "llama-dynamic", "granite", "deepseek-v2", "minicpm3", *UNLIKE, *WITH_STATES]
+SEVERAL = [
+    "llama",
+    "gpt-oss",
+    "qwen3-moe",
+    "llama-dynamic",
+    "granite",
+    "deepseek-v2",
+    "minicpm3",
+    *UNLIKE,
+    *WITH_STATES,
+]
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -266,7 +283,7 @@ def test_a_token_whose_embedding_is_zero_tells_no_factor(name: str, made: list[b
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("window", [5, 8, 9, 40])
-@pytest.mark.parametrize("name", ["mistral", "qwen2-window", "lfm3"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-window", "lfm3", "gpt-oss"])
 def test_the_models_masks_tell_which_blocks_have_a_window(
     name: str, window: int, padding: str | None, batch: int, made: list[bool]
 ) -> None:
@@ -304,13 +321,29 @@ def test_a_window_is_known_where_no_other_one_hides_the_same() -> None:
     padding, of_three, of_six = (ones & (torch.arange(9) >= first) for first in (2, 6, 3))
     plain = direct.Hiding(None, 9, {3, 6, 20})
     assert [plain.window_of(mask) for mask in (None, of_three, of_six, padding)] == [0, 3, 6, None]
-    assert plain.window_of(ones) is None and plain.window_of(of_three.float()) is None and plain.window_end == 20
+    assert plain.window_of(ones) == 0 and plain.window_of(of_three.float()) is None and plain.window_end == 20
+    numbers = [torch.zeros(1).masked_fill(~mask, torch.finfo(torch.float32).min) for mask in (ones, of_three, padding)]
+    assert [plain.window_of(mask) for mask in numbers] == [0, 3, None]
+    assert plain.window_of(numbers[1] / 2) is None, "what it hides is not hidden"
+    assert plain.window_of(numbers[1].flip(-1)) is None, "a step sees its own token"
     padded = direct.Hiding(padding, 9, {3, 7, 20})
     assert [padded.window_of(mask) for mask in (padding.clone(), of_three, None)] == [0, 3, None]
     assert padded.window_end == 7 + 2, "a window of 7 hides the padding"
     rows = torch.cat((padding, ones))
     assert direct.Hiding(rows, 9, {7}).window_of(torch.cat((padding, padding))) == 7
     assert direct.Hiding(rows, 9, {7}).window_end == math.inf
+
+
+def test_capped_logits_may_be_equal_where_the_heads_are_not(made: list[bool]) -> None:
+    """The first of the largest is taken, as in the original: here several are the cap itself."""
+    changes = {"final_logit_softcapping": 0.03, "vocab_size": 8192}
+    original = BY_NAME["gemma2"].make(**changes)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    exact = answer(original)
+    assert torch.equal(answer(engine), exact) and made == [True] * DIRECT
+    with torch.no_grad():
+        logits = original(exact).logits[0, 6:-1]
+    assert int((logits == logits.amax(-1, keepdim=True)).sum(-1).max()) > 1
 
 
 def test_steps_in_one_call_end_before_a_window(calls: list[int]) -> None:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from infuse.architectures.encoder_decoder import STATES, STATES_MASK
 from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.generate.direct import (
+    FACTORS,
     Call,
     DirectStep,
     DirectSteps,
     Parts,
     Turning,
     equal,
-    factors_in,
     is_same,
+    numbers_in,
     path_to,
     spans_in,
 )
@@ -186,6 +187,7 @@ class _End:
 class _Both:
     """What direct.py asks of what is around the blocks."""
 
+    cap: ClassVar[float] = 0.0
     begin: _Begin
     end: _End
 
@@ -198,7 +200,7 @@ class _Both:
     def ended(self, made: Tensor) -> Tensor:
         return _shifted(made, self.end.shift, self.end.widens)
 
-    def widened(self, logits: Tensor) -> Tensor:
+    def finished(self, logits: Tensor) -> Tensor:
         return logits.float() if self.end.widens else logits
 
 
@@ -220,7 +222,7 @@ def _factors(parts: Parts, x: Tensor) -> list[float]:
     inverse.
     """
     width = x.shape[-1]
-    return list(dict.fromkeys((1.0, math.sqrt(width), width**-0.5, *factors_in(parts.above[0].config))))
+    return list(dict.fromkeys((1.0, math.sqrt(width), width**-0.5, *numbers_in(parts.above[0].config, FACTORS))))
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
