@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,17 +49,37 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
         # Only hints: if the kernel refuses them, the pages stay ordinary.
         advise, asked = ctypes.CDLL(None).madvise, (ctypes.c_void_p(first), ctypes.c_size_t(last - first))
         advise(*asked, mmap.MADV_HUGEPAGE)
-        _touch(made.view(-1).view(torch.uint8)[first - made.data_ptr() : last - made.data_ptr()])
+        inside = made.view(-1).view(torch.uint8)[first - made.data_ptr() : last - made.data_ptr()]
+        inside.view(-1, PAGE_BYTES)[:, :_TOUCHED_BYTES].zero_()
         advise(*asked, _MADV_COLLAPSE)  # memory that the process has used before was touched already
     return made
 
 
-def _touch(pages: Tensor) -> None:
-    pages.view(-1, PAGE_BYTES)[:, :_TOUCHED_BYTES].zero_()
+class _Slab:
+    """Address space for tensors side by side, whose pages take memory once they are touched. Its tensors hold it."""
 
+    present: ClassVar[_Slab | None] = None
+    lock: ClassVar = threading.Lock()
 
-_slab: list[Any] = [lambda: None, 0]  # a weak reference to the present slab, an array of bytes; its first free one
-_slab_lock = threading.Lock()
+    def __init__(self, room: mmap.mmap):
+        self._room = weakref.ref(room)
+        self._next = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % PAGE_BYTES  # the first free byte
+        self._origin, self._stop = self._next, self._next + _SLAB_BYTES
+        room.madvise(mmap.MADV_HUGEPAGE, self._origin, _SLAB_BYTES)
+
+    @classmethod
+    def bytes(cls, count: int) -> Tensor:
+        with cls.lock:
+            room = None if cls.present is None else cls.present._room()
+            if cls.present is None or room is None or cls.present._next + count > cls.present._stop:
+                room = mmap.mmap(-1, _SLAB_BYTES + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                cls.present = cls(room)
+            slab, first = cls.present, cls.present._next
+            slab._next = first + -(-count // _LINE_BYTES) * _LINE_BYTES
+        for page in range(first + -(first - slab._origin) % PAGE_BYTES, first + count, PAGE_BYTES):
+            room[page] = 0  # the first touch of those that begin here
+        # The tensor's storage is this part of the slab alone, so that it is saved alone.
+        return torch.frombuffer(room, dtype=torch.uint8, count=count, offset=first)
 
 
 def lasting(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -70,25 +90,7 @@ def lasting(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     nbytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not _LEAST_SMALL_BYTES <= nbytes < LEAST_BYTES or not given():
         return empty(shape, dtype, device)
-    with _slab_lock:
-        slab, first = _slab[0](), _slab[1]
-        if slab is None or first + nbytes > slab.size:
-            slab, first = _new_slab(), 0
-            _slab[0] = weakref.ref(slab)
-        _slab[1] = -(-(first + nbytes) // _LINE_BYTES) * _LINE_BYTES
-    new = slice(*(-(-place // PAGE_BYTES) * PAGE_BYTES for place in (first, first + nbytes)))
-    _touch(torch.from_numpy(slab[new]))
-    # The tensor's storage is this part of the slab alone, so that it is saved alone. It holds the slab.
-    return torch.from_numpy(slab[first : first + nbytes]).view(dtype).view(tuple(shape))
-
-
-def _new_slab() -> Any:
-    """An array of bytes: whole large pages, of which none is touched and takes memory yet."""
-    room = torch.empty(_SLAB_BYTES, dtype=torch.uint8)
-    first = -room.data_ptr() % PAGE_BYTES
-    slab = room[first : first + (_SLAB_BYTES - first) // PAGE_BYTES * PAGE_BYTES].numpy()
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(slab.ctypes.data), ctypes.c_size_t(slab.size), mmap.MADV_HUGEPAGE)
-    return slab
+    return _Slab.bytes(nbytes).view(dtype).view(tuple(shape))
 
 
 class Scratch:

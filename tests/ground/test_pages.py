@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
+import pickle
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -211,13 +213,16 @@ def test_lasting_tensors_lie_side_by_side_in_storages_of_their_own() -> None:
 
 @pytest.mark.skipif(not memory.given(), reason="the system gives no large pages")
 def test_a_slab_ends_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_slab", [lambda: None, 0])
+    monkeypatch.setattr(memory._Slab, "present", None)
     first, second = (memory.lasting((1 << 20,), torch.int8) for _ in range(2))
-    slab, view = memory._slab[0], second[5:]
-    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    slab, view = memory._Slab.present, second[5:]
+    assert slab is not None and second.data_ptr() == first.data_ptr() + first.nbytes
     del first, second
-    assert slab() is not None and memory.lasting((1 << 20,), torch.int8).data_ptr() > view.data_ptr()
+    assert slab._room() is not None and memory.lasting((1 << 20,), torch.int8).data_ptr() > view.data_ptr()
     del view
-    assert slab() is None
-    kept = [memory.lasting((3 << 20,), torch.int8) for _ in range(40)]  # more than a slab holds
-    assert len({each.data_ptr() for each in kept}) == 40 and memory._slab[1] < 1 << 26
+    assert slab._room() is None
+    kept = [memory.lasting((3 << 20,), torch.int8).fill_(i) for i in range(40)]  # more than a slab holds
+    assert len({each.data_ptr() for each in kept}) == 40 and all(bool((each == i).all()) for i, each in enumerate(kept))
+    saved = io.BytesIO()
+    torch.save(kept[3], saved)
+    assert saved.tell() < 4 << 20 and len(pickle.dumps(kept[3])) < 4 << 20
