@@ -68,7 +68,8 @@ class _Slab:
         room.madvise(mmap.MADV_HUGEPAGE, self._origin, _SLAB_BYTES)
 
     @classmethod
-    def bytes(cls, count: int) -> Tensor:
+    def taken(cls, count: int) -> Tensor:
+        """The next `count` bytes: of a new slab where they do not fit the present one, or its last tensor is gone."""
         with cls.lock:
             room = None if cls.present is None else cls.present._room()
             if cls.present is None or room is None or cls.present._next + count > cls.present._stop:
@@ -90,7 +91,7 @@ def lasting(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     nbytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not _LEAST_SMALL_BYTES <= nbytes < LEAST_BYTES or not given():
         return empty(shape, dtype, device)
-    return _Slab.bytes(nbytes).view(dtype).view(tuple(shape))
+    return _Slab.taken(nbytes).view(dtype).view(tuple(shape))
 
 
 class Scratch:

@@ -232,17 +232,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-SEVERAL = [
-    "llama",
-    "gpt-oss",
-    "qwen3-moe",
-    "llama-dynamic",
-    "granite",
-    "deepseek-v2",
-    "minicpm3",
-    *UNLIKE,
-    *WITH_STATES,
-]
+SEVERAL = ["llama", "gpt-oss", "qwen3-moe", "llama-dynamic", "granite", "deepseek-v2", "minicpm3"]
+SEVERAL += [*UNLIKE, *WITH_STATES]
 
 
 @pytest.mark.parametrize("name", SEVERAL)
