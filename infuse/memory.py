@@ -13,6 +13,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,7 +66,8 @@ class _Slab:
         self._room = weakref.ref(room)
         self._next = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % PAGE_BYTES  # the first free byte
         self._origin, self._stop = self._next, self._next + _SLAB_BYTES
-        room.madvise(mmap.MADV_HUGEPAGE, self._origin, _SLAB_BYTES)
+        with suppress(OSError):  # only a hint, as above
+            room.madvise(mmap.MADV_HUGEPAGE, self._origin, _SLAB_BYTES)
 
     @classmethod
     def taken(cls, count: int) -> Tensor:
