@@ -35,8 +35,8 @@ from infuse.parallel.group import LOCAL, Group
 # A prompt of more than twice this many tokens, over all rows, runs in parts of this size. Activations then take the
 # memory of 4096 tokens, however long the prompt is, and products are as fast as over the whole prompt.
 PART_TOKENS = 4096
-# Models make a mask of each part's tokens over all tokens, in bytes: beyond 32,768 tokens parts are smaller, so that it
-# takes 128 MiB, but not below LEAST_PART_TOKENS.
+# Models make a mask of each part's tokens over all tokens. Beyond 32,768 tokens parts are smaller, so that one of bools
+# takes 128 MiB; none but the first has fewer tokens than LEAST_PART_TOKENS.
 MASK_VALUES, LEAST_PART_TOKENS = 1 << 27, 512
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that depend on the length of the call
 

@@ -172,6 +172,24 @@ def test_panels_hold_the_codes_and_the_values(text: str) -> None:
             assert torch.equal(whole, wanted) and torch.equal(rows, wanted[index])
 
 
+@pytest.mark.parametrize("text", ["int8", "int4:32:asymmetric:f16", "fp8", "q4_k", "int2:16:offset"])
+def test_rows_that_fill_the_last_panel_are_zeros(text: str) -> None:
+    """Not what the memory held before: kernels compute all rows of a panel, and look whether results are finite."""
+    format, layout = quant_format(text), ops.quantized_linear.bodies["cpu"].layout
+    assert layout is not None and layout.gather is not None
+    held = format.quantize(torch.randn(18, 512))
+    torch.use_deterministic_algorithms(True)  # new memory is full of NaN, or of the largest integer
+    try:
+        made = [layout.prepare(held), layout.gather([held], (18, 512))]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for panels in made:
+        rows = [panels.tensors["data"][-1].unflatten(-1, (16, 4)).transpose(0, 1)]
+        if text != "q4_k":  # whose scales lie by fields
+            rows += [each[-1].transpose(0, 1) for name, each in panels.tensors.items() if name != "data"]
+        assert all(not each[2:].any() and bool(each[:2].any()) for each in rows)
+
+
 @pytest.mark.parametrize("name", ("fp8", "fp6"))
 def test_every_code_of_a_float_has_its_exact_value(name: str) -> None:
     """Subnormals and both zeros too, at every place of a word and in every lane, whatever the processor does with small
