@@ -4,36 +4,58 @@
 
 namespace infuse {
 
-void convolve(const ConvArgs& a) {
-  const int64_t tiles = a.batch * tiles_in(a.tokens, kConvTokens) * tiles_in(a.channels, kConvChannels);
-  const int64_t each = std::min(a.tokens, kConvTokens) * std::min(a.channels, kConvChannels) * a.taps;
-  const auto some = kernels().recurrence.convolve;
-  over_rows(tiles, each, [&](int64_t begin, int64_t end) { some(a, begin, end); });
-  // The last rows of what it saw. Rows that move up inside `after` are read before they are written.
-  const int64_t row_bytes = a.channels * (a.type == Type::f32 ? 4 : 2), from_call = std::min(a.tokens, a.taps);
-  for (int64_t b = 0; b < a.batch; ++b) {
-    char* to = static_cast<char*>(a.after) + b * a.taps * row_bytes;
-    const int64_t kept = a.taps - from_call;
-    if (!a.before) {
-      std::memset(to, 0, size_t(kept * row_bytes));
+namespace {
+
+// Channels [begin, end) of the last rows of what the convolution saw. Rows that move up inside `after` are read before
+// they are written.
+void keep_last(const ConvArgs& a, int64_t b, int64_t begin, int64_t end) {
+  const int64_t element = a.type == Type::f32 ? 4 : 2, from_call = std::min(a.tokens, a.taps), kept = a.taps - from_call;
+  const size_t bytes = size_t((end - begin) * element);
+  const auto row_of = [&](const void* rows, int64_t row) {
+    return static_cast<const char*>(rows) + ((b * a.taps + row) * a.channels + begin) * element;
+  };
+  const auto to = [&](int64_t row) { return const_cast<char*>(row_of(a.after, row)); };
+  for (int64_t row = 0; row < kept; ++row) {
+    if (a.before) {
+      std::memmove(to(row), row_of(a.before, row + from_call), bytes);
     } else {
-      std::memmove(to, static_cast<const char*>(a.before) + (b * a.taps + from_call) * row_bytes,
-                   size_t(kept * row_bytes));
-    }
-    for (int64_t j = 0; j < from_call; ++j) {
-      const int64_t t = a.tokens - from_call + j, element = row_bytes / a.channels;
-      char* row = to + (kept + j) * row_bytes;
-      const char* x = static_cast<const char*>(a.x) + (b * a.x_b + t * a.x_t) * element;
-      if (!a.gate) {
-        std::memcpy(row, x, size_t(row_bytes));
-        continue;
-      }
-      NormArgs product{};
-      product.x = x, product.y = row, product.rows = 1, product.columns = a.channels, product.scales = true;
-      product.weight = static_cast<const char*>(a.gate) + (b * a.gate_b + t * a.gate_t) * element, product.type = a.type;
-      kernels().norm(product, 0, 1);
+      std::memset(to(row), 0, bytes);
     }
   }
+  for (int64_t j = 0; j < from_call; ++j) {
+    const int64_t t = a.tokens - from_call + j;
+    const char* x = static_cast<const char*>(a.x) + (b * a.x_b + t * a.x_t + begin) * element;
+    if (!a.gate) {
+      std::memcpy(to(kept + j), x, bytes);
+      continue;
+    }
+    NormArgs product{};
+    product.x = x, product.y = to(kept + j), product.rows = 1, product.columns = end - begin, product.scales = true;
+    product.weight = static_cast<const char*>(a.gate) + (b * a.gate_b + t * a.gate_t + begin) * element;
+    product.type = a.type;
+    kernels().norm(product, 0, 1);
+  }
+}
+
+}  // namespace
+
+void convolve(const ConvArgs& a) {
+  const int64_t across = tiles_in(a.channels, kConvChannels), along = tiles_in(a.tokens, kConvTokens);
+  const int64_t each = std::min(a.tokens, kConvTokens) * std::min(a.channels, kConvChannels) * a.taps;
+  const auto some = kernels().recurrence.convolve;
+  const auto keep = [&](int64_t tile) {
+    const int64_t c = tile % across * kConvChannels;
+    keep_last(a, tile / across, c, std::min(c + kConvChannels, a.channels));
+  };
+  if (along == 1) {  // no other tile sees these rows
+    over_rows(a.batch * across, each, [&](int64_t begin, int64_t end) {
+      some(a, begin, end);
+      for (int64_t tile = begin; tile < end; ++tile) keep(tile);
+    });
+    return;
+  }
+  over_rows(a.batch * across * along, each, [&](int64_t begin, int64_t end) { some(a, begin, end); });
+  for (int64_t tile = 0; tile < a.batch * across; ++tile) keep(tile);
 }
 
 void scan(const ScanArgs& a) {

@@ -154,6 +154,41 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
   store(static_cast<T*>(a.y) + r * a.outputs + o, acc, count);
 }
 
+// Whether there is a one_row for these codes, and whether it takes them: in groups of one chunk, without shifts.
+template <class T, Code C>
+constexpr bool has_one_row = Vec::width == kPanelRows && (C == Code::int8 || C == Code::int4) && sizeof(T) == 2;
+template <class T, Code C>
+bool takes_one_row(const LinearArgs& a) {
+  const int64_t in_group = a.inputs / kUnit<C> / a.groups;
+  return in_group <= kChunkUnits && in_group % UnitDot<T, C>::template Sums<1>::units == 0 && !has_shifts(a);
+}
+
+// few_rows for one row, with the same results: as few instructions as possible beside the products, since the lines
+// awaited from memory at once are those whose instructions the processor holds at once.
+template <class T, Code C, class S, Into into>
+void one_row(const LinearArgs& a, int64_t panel, int64_t row, int64_t ahead) {
+  using P = UnitDot<T, C>;
+  using Sums = typename P::template Sums<1>;
+  const int64_t units = a.inputs / kUnit<C>, group_bytes = units / a.groups * kUnitBytes<C>;
+  const Coding<C> coding(a, 0);
+  const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C>;
+  const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + row * P::words(a);
+  const S* scales = reinterpret_cast<const S*>(a.scale) + panel * a.groups * kPanelRows;
+  Vec acc;
+  for (const uint8_t* end = p + a.groups * group_bytes; p < end; scales += kPanelRows) {
+    Sums sums(x);
+    const uint8_t* stop = p + group_bytes;
+    do {
+      for (int u = 0; u < Sums::units; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>, into);
+      sums.template add<Sums::units>(coding, p, x);
+      p += Sums::units * kUnitBytes<C>;
+    } while (p < stop);
+    acc = fma(sums.total(0), load(scales, Vec::width), acc);
+  }
+  const int64_t o = panel * kPanelRows;
+  finish<T, C>(a, acc, o, int(a.outputs - o < kPanelRows ? a.outputs - o : kPanelRows), row);
+}
+
 // Scales in blocks whose factors are floating numbers, as the type S of few_rows: it expands kExpanded groups at once.
 struct InBlocks;
 constexpr int64_t kExpanded = 64;  // 8 KiB with the shifts, which stay in the nearest cache
@@ -180,6 +215,7 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using Number = std::conditional_t<blocks, float, S>;
   const auto [ahead, into] = R == 1 ? fetch_for_one_row(a.once) : Fetch{kFarAhead, Into::all};
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups, at_once = blocks ? kExpanded : a.groups;
+  constexpr int added = P::template Sums<R>::units;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
   alignas(64) float room[blocks ? 2 : 1][blocks ? kExpanded * Vec::width : 1];
@@ -202,13 +238,13 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
         const Vec scale = load(scales, Vec::width);
         for (int64_t left = in_group; left > 0; left -= kChunkUnits) {
           typename P::template Sums<R> sums_of_chunk(x);
-          constexpr int added = decltype(sums_of_chunk)::units;
           const uint8_t* stop = p + (left < kChunkUnits ? left : kChunkUnits) * kUnitBytes<C>;
           for (; p + (added - 1) * kUnitBytes<C> < stop; p += added * kUnitBytes<C>) {
             for (int u = 0; u < added; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>, into);
             sums_of_chunk.template add<added>(coding, p, x);
           }
           for (; p < stop; p += kUnitBytes<C>) sums_of_chunk.template add<1>(coding, p, x);
+#pragma GCC unroll 12
           for (int r = 0; r < R; ++r) acc[r] = fma(sums_of_chunk.total(r), scale, acc[r]);
         }
         if constexpr (blocks) {
@@ -332,7 +368,15 @@ void rows_of_panel(const LinearArgs& a, int64_t panel, int64_t first) {
       if (one) return block_rows<T, C, R, Factor::none>(a, panel, first);
     }
     with_scales<C>(a, [&](auto* scale) {
-      few_rows<T, C, R, std::remove_pointer_t<decltype(scale)>>(a, panel, first);
+      using S = std::remove_pointer_t<decltype(scale)>;
+      if constexpr (R == 1 && has_one_row<T, C>) {
+        if (takes_one_row<T, C>(a)) {
+          const auto [ahead, into] = fetch_for_one_row(a.once);
+          return into == Into::outer ? one_row<T, C, S, Into::outer>(a, panel, first, ahead)
+                                     : one_row<T, C, S, Into::once>(a, panel, first, ahead);
+        }
+      }
+      few_rows<T, C, R, S>(a, panel, first);
     });
   }
 }

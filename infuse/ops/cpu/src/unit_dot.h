@@ -231,14 +231,18 @@ struct IntegerDot {
 
   template <int R>
   struct Sums {
-    static constexpr int chains = R == 1 ? 4 : R <= 3 ? 2 : 1, units = chains < quads ? 1 : chains / quads;
+    static constexpr int chains = R <= 3 ? 2 : 1, units = R > 3 ? 1 : (R == 1 ? 4 : 2) / quads;
+    static constexpr bool unshifted = quads == 2 && chains == 2;  // upper nibbles: sums of their own, 16 times as large
     const X* header;
     __m512i high[chains][R], low[chains][R];
 
     explicit Sums(const X*& x) : header(x) {
+#pragma GCC unroll 2
       for (int c = 0; c < chains; ++c) {
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r) high[c][r] = low[c][r] = _mm512_setzero_si512();
       }
+#pragma GCC unroll 12
       for (int r = 0; r < R; ++r) low[0][r] = _mm512_set1_epi32(int(x[2 * r]));
       x += 2 * R;
     }
@@ -250,20 +254,28 @@ struct IntegerDot {
 #pragma GCC unroll 2
         for (int quad = 0; quad < quads; ++quad) {
           const int c = (u * quads + quad) % chains;
-          const __m512i w = moved_codes<C>(d, quad);
+          const __m512i lower = _mm512_set1_epi8(15);
+          __m512i w = !unshifted ? moved_codes<C>(d, quad)
+                      : quad     ? _mm512_andnot_si512(lower, d)
+                                 : _mm512_and_si512(lower, d);
+          asm("" : "+v"(w));  // g++ 12 otherwise keeps it in memory
+#pragma GCC unroll 12
           for (int r = 0; r < R; ++r) {
             const X* digits = x + ((u * R + r) * quads + quad) * 2;
-            high[c][r] = dot_quads(high[c][r], w, _mm512_set1_epi32(int(digits[0])));
-            low[c][r] = dot_quads(low[c][r], w, _mm512_set1_epi32(int(digits[1])));
+            high[c][r] = dot_quads(high[c][r], w, digits[0]);
+            low[c][r] = dot_quads(low[c][r], w, digits[1]);
           }
         }
       }
       x += U * R * quads * 2;
     }
-    Vec total(int r) const {
+    [[gnu::always_inline]] Vec total(int r) const {
       __m512i highs = high[0][r], lows = low[0][r];
-      for (int c = 1; c < chains; ++c) highs = _mm512_add_epi32(highs, high[c][r]),
-          lows = _mm512_add_epi32(lows, low[c][r]);
+#pragma GCC unroll 2
+      for (int c = 1; c < chains; ++c) {
+        highs = _mm512_add_epi32(highs, unshifted ? _mm512_srai_epi32(high[c][r], 4) : high[c][r]);
+        lows = _mm512_add_epi32(lows, unshifted ? _mm512_srai_epi32(low[c][r], 4) : low[c][r]);
+      }
       float scale;
       std::memcpy(&scale, header + 2 * r + 1, 4);
       return Vec(_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows))) * Vec(scale);
