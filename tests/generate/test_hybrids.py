@@ -90,6 +90,24 @@ def verified() -> Iterator[list[int]]:
         yield back
 
 
+@pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+def test_threads_share_a_wide_convolution() -> None:
+    """8,192 channels in tiles of 1,024: each thread moves the state of its own, in place."""
+    wide = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
+    family = BY_NAME["qwen3_5"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        given = inputs(family, batch=2, tokens=9, padding="left")
+        asked = dict(max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        wanted = family.make(**wide).generate(**given, **asked)
+        answer = injected(family.make(**wide)).module.generate(**given, **asked)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(answer.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(answer.logits), torch.stack(wanted.logits), atol=2e-4, rtol=1e-3)
+
+
 # ---- candidates
 
 
