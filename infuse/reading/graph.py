@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import TreeSpec, tree_map_only
 
 from infuse.errors import SpecMismatch
 
 ANGLES = "position_embeddings."  # what the names of cos and sin begin with
 PAST = "cache"  # the argument of an exported call that has as many elements as the cache has tokens
-_SMALL = (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)  # of sizes that vary, in an evaluation, unless they are sums of others
+_SMALL = (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)  # of sizes that vary, in an evaluation
 aten = torch.ops.aten
 
 
@@ -46,6 +47,30 @@ _COPIES = frozenset({"contiguous", "clone", "alias", "detach", "lift_fresh_copy"
 _CASTS = frozenset({"to", "_to_copy", "type_as"})
 
 
+@dataclass(frozen=True)
+class Size:
+    """A size among the arguments of an operation: an expression of sizes that vary."""
+
+    expression: Any
+
+    def __repr__(self) -> str:  # equal for equal ones
+        return str(self.expression)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was recorded of one call of a layer. By the name of each: arguments ("" is the hidden states), parameters,
+    buffers. `results`: the nodes of what the call returns, None for what is no tensor; `structure`: how they lie.
+    """
+
+    graph: Graph
+    arguments: dict[Node, str]
+    parameters: dict[Node, str]
+    buffers: dict[Node, str]
+    results: list[Node | None]
+    structure: TreeSpec
+
+
 class LayerGraph:
     """The operations of one call of a layer.
 
@@ -53,24 +78,19 @@ class LayerGraph:
     of a parameter or buffer of the layer. `outputs`: what the call returns, in order; None for what is no tensor.
     """
 
-    def __init__(self, layer: str, program: ExportedProgram, names: list[str], prefix: str):
-        self.layer, self.program = layer, program
-        signature = program.graph_signature
-        tensors = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-        users = [node for node in inputs if node.name in signature.user_inputs]
-        self.arguments = dict(zip(users, names, strict=True))
-        self.parameters = {node: tensors[node.name].removeprefix(prefix) for node in inputs if node.name in tensors}
-        self._of_parameters = {node for node in inputs if node.name in signature.inputs_to_parameters}
-        self.hidden = users[0]
+    def __init__(self, layer: str, trace: Trace):
+        self.layer, self._graph = layer, trace.graph
+        self.arguments = trace.arguments
+        self.parameters = {**trace.parameters, **trace.buffers}
+        self._of_parameters = trace.parameters.keys()
+        self.hidden = next(iter(self.arguments))
         self.dtype: torch.dtype = self.hidden.meta["val"].dtype
-        self._prefix = prefix
-        self._place = {node: place for place, node in enumerate(program.graph.nodes)}
+        self._place = {node: place for place, node in enumerate(self._graph.nodes)}
         self._out_of_place()
         self._merge_equal()
-        (results,) = next(node for node in program.graph.nodes if node.op == "output").args
+        (results,) = next(node for node in self._graph.nodes if node.op == "output").args
         self.outputs = [self.follow(node) if isinstance(node, Node) else None for node in results]
-        self.structure = program.call_spec.out_spec
+        self.structure = trace.structure
 
     def is_parameter(self, node: Any) -> bool:
         """Whether a node is a parameter of the layer, which a state dict has, and no buffer."""
@@ -131,7 +151,7 @@ class LayerGraph:
 
     def _out_of_place(self) -> None:
         """Turn operations in place into plain ones. SpecMismatch if anything else would see what they write."""
-        for node in list(self.program.graph.nodes):
+        for node in list(self._graph.nodes):
             schema = getattr(node.target, "_schema", None)
             if node.op != "call_function" or schema is None or not schema.is_mutable:
                 continue
@@ -167,7 +187,7 @@ class LayerGraph:
     def _merge_equal(self) -> None:
         """Let what is computed twice be one node."""
         seen: dict[Any, Node] = {}
-        for node in list(self.program.graph.nodes):
+        for node in list(self._graph.nodes):
             schema = getattr(node.target, "_schema", None)
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             if node.op != "call_function" or schema is None or not schema.returns or random or schema.is_mutable:
@@ -176,7 +196,7 @@ class LayerGraph:
             first = seen.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
-                self.program.graph.erase_node(node)
+                self._graph.erase_node(node)
 
     def left(self, node: Node, why: str = "") -> SpecMismatch:
         """The error for a node that no part has."""
@@ -200,45 +220,33 @@ class LayerGraph:
         return f" at {places[0]}" + (f" (from {', '.join(places[1:])})" if places[1:] else "")
 
     def _places(self, node: Node) -> list[str]:
-        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        frames = [(file, line) for file, line in frames if is_in_layer(file)]
+        frames = node.meta.get("lines", [])
         models = [(file, line) for file, line in frames if not _SHARED.search(file)]
         return list(dict.fromkeys(f"{Path(file).name}:{line}" for file, line in reversed(models or frames)))
 
     def module(self, node: Node) -> str:
         """Path of the innermost module of the layer that a node was made in."""
-        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        inside = [path.removeprefix(self._prefix) for path in stack if path.startswith(self._prefix)]
-        return inside[-1] if inside else ""
+        return node.meta.get("module", "")
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """The sizes of a node's value in an evaluation."""
         return tuple(self._size(size) for size in node.meta["val"].shape)
 
     def _size(self, size: Any) -> int:
-        if isinstance(size, int):
-            return size
-        return int(size.node.expr.subs(self._sizes))
+        return size if isinstance(size, int) else self.number(Size(size.node.expr))
 
-    @property
+    def number(self, size: Size) -> int:
+        """A size in an evaluation."""
+        return int(size.expression.subs(self._sizes))
+
+    @cached_property
     def _sizes(self) -> dict[Any, int]:
         """Symbol → its value in an evaluation."""
-        if not hasattr(self, "_small"):
-            symbols: dict[Any, int] = {}
-            hints: dict[int, int] = {}
-            for node in self.arguments:
-                for size in node.meta["val"].shape:
-                    if not isinstance(size, int) and size.node.expr.is_symbol:
-                        symbols[size.node.expr] = size.node.hint
-            values = iter(_SMALL)
-            for hint in symbols.values():
-                if hint not in hints:
-                    both = [a for a in hints for b in hints if a + b == hint]
-                    pair = next(((a, hint - a) for a in both), None)
-                    hints[hint] = hints[pair[0]] + hints[pair[1]] if pair else next(values)
-            hints |= self._after_prefix(hints)
-            self._small = {symbol: hints[hint] for symbol, hint in symbols.items()}
-        return self._small
+        sizes = [size for node in self.arguments for size in node.meta["val"].shape if not isinstance(size, int)]
+        symbols = {size.node.expr: size.node.hint for size in sizes if size.node.expr.is_symbol}
+        small = dict(zip(dict.fromkeys(symbols.values()), _SMALL, strict=False))
+        small |= self._after_prefix(small)
+        return {symbol: small[hint] for symbol, hint in symbols.items()}
 
     def _after_prefix(self, hints: dict[int, int]) -> dict[int, int]:
         """Tokens for an evaluation where angles have no rows for the first ones: as many more as in the call."""
@@ -252,6 +260,7 @@ class LayerGraph:
         return {}
 
 
+@lru_cache(maxsize=1024)
 def is_in_layer(file: str) -> bool:
     """Whether a file may be a layer's, and is neither PyTorch's nor ours."""
     return not _NOT_LAYERS.search(file)
@@ -287,6 +296,7 @@ class Numbers:
             args, kwargs = (map_arg(part, self) for part in (node.args, node.kwargs))
             args, kwargs = (tree_map_only(torch.dtype, _widened, part) for part in (args, kwargs))
             args, kwargs = (tree_map_only(torch.device, _on_cpu, part) for part in (args, kwargs))
+            args, kwargs = (tree_map_only(Size, self._graph.number, part) for part in (args, kwargs))
             run = torch.reshape if op_name(node) in ("view", "_unsafe_view") else node.target  # copies are skipped
             self._known[node] = _wide(run(*args, **kwargs))  # type: ignore[operator]
         return self._known[node]

@@ -1,7 +1,7 @@
-"""Trace one call of a layer with torch.export: a LayerGraph of its operations, and what it told others on the way.
+"""Trace one call of a layer on meta: a LayerGraph of its operations, and what it told others on the way.
 
-The attention interface and the cache are watched: which keywords the layer passes to the attention function, and what
-it appends. Operations in place become plain ones where nothing else sees the difference.
+Operations are recorded whole, as PyTorch dispatches them in inference mode. The attention interface and the cache are
+watched: which keywords the layer passes to the attention function, and what it appends.
 """
 
 from __future__ import annotations
@@ -9,37 +9,34 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import logging
+import operator
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import StackSummary
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, export
-from torch.fx.proxy import TracerBase
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from transformers.cache_utils import Cache
 
 from infuse.errors import SpecMismatch, in_brief
-from infuse.reading.calls import CACHE, LayerCall
+from infuse.reading.calls import CACHE, LayerCall, Untouched
 from infuse.reading.effects import attributes, changed, containers
 from infuse.reading.finite import Answers
-from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, is_in_layer
+from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, Size, Trace, is_in_layer
+from infuse.reading.sizes import Variables
 
-_LOGGERS = ("torch.__trace", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-# Parts of PyTorch's errors, and what they say about a layer.
-_UNTRACED = (
-    ("Constraints violated", "has a branch on a size"),
-    ("data-dependent", "has a branch on values"),
-    ("assigned during export", "keeps state"),
-    ("fake tensor in the exported program", "keeps state"),
-    ("keeps state", "keeps state"),
-)
-_LAYER = "layer"  # the layer's name in the wrapper that is exported
+aten = torch.ops.aten
+_OF_VALUES = (aten.is_nonzero, aten.item, aten._local_scalar_dense, aten.equal)
+_OF_NUMBERS = (aten.lift_fresh, aten.detach_)  # how torch.tensor hands out what it made
+_CALL = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,16 @@ def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True) -> tuple[L
     printed = io.StringIO()
     try:
         with (
-            torch.no_grad(),
+            torch.inference_mode(),
             _attention_watched(layer, told),
-            _whole_stacks(),
-            _without_entries(),
-            _silent(),
             _without_finalizers(),
             contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(io.StringIO()),  # where PyTorch prints the graph of what fails
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            program = export(called, called.inputs, dynamic_shapes=called.dynamic_shapes(), strict=False)
+            trace = called.trace()
+    except _NeedsValues as error:
+        raise SpecMismatch(_name(layer), [f"has a branch on values: {error}"]) from None
     except Exception as error:  # the user's module may raise anything
         raise SpecMismatch(_name(layer), [_why_untraced(error)]) from None
     if printed.getvalue():
@@ -92,76 +87,177 @@ def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True) -> tuple[L
     if not finite and not answers.are_clamped:
         raise SpecMismatch(_name(layer), ["asks whether other values are finite than those that it clamps"])
     told.asks_finite = bool(answers.asked)
-    graph = LayerGraph(_name(layer), program, called.names, f"{_LAYER}.")
-    if called.varying and (branches := _branches(program)):
+    graph = LayerGraph(_name(layer), trace)
+    if branches := called.branches():
         raise SpecMismatch(_name(layer), [f"has a branch on a size: {branches}"])
     return graph, told
 
 
 def _why_untraced(error: Exception) -> str:
-    text = str(error)
-    for sign, why in _UNTRACED:
-        if sign in text:
-            return f"{why}: {in_brief(error)}"
-    return f"cannot be traced: {in_brief(error)}"
+    text = in_brief(error)
+    _, keeps, what = text.partition("keeps state")
+    return keeps + what or f"cannot be traced: {text}"
 
 
 def _name(layer: nn.Module) -> str:
     return type(layer).__name__
 
 
-class _Called(nn.Module):
-    """The call of a layer as a module whose inputs are all tensors of the call; a cache is made inside."""
+class _NeedsValues(Exception):
+    """An operation whose result depends on values, which tensors on meta do not have."""
+
+
+class _Called:
+    """The call of a layer as a function of all tensors of the call; a cache is made inside."""
 
     def __init__(self, layer: nn.Module, call: LayerCall, told: Told, answers: Answers):
-        super().__init__()
         self.layer, self._answers = layer, answers
         leaves, self._structure = tree_flatten_with_path(dict(call.arguments))
         self._constants = [None if isinstance(leaf, Tensor) or leaf is CACHE else leaf for _, leaf in leaves]
         self._tensors = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._caches = [i for i, (_, leaf) in enumerate(leaves) if leaf is CACHE]
-        self.varying = call.sizes_vary
         self._told = told
-        self.names = ["", *(_argument(leaves[i][0]) for i in self._tensors)]
+        names = ["", *(_argument(leaves[i][0]) for i in self._tensors)]
         tensors = [leaves[i][1] for i in self._tensors]
         tokens = call.hidden.shape[1]
         masks = [tensor for tensor in tensors if tensor.dim() == 4]
         past = (masks[0].shape[-1] - tokens if masks else call.past) if call.past is not None else None
         if self._caches:
-            self.names.append(PAST)
+            names.append(PAST)
             tensors.append(call.hidden.new_empty(past if past is not None else call.past or 0))
-        self._sizes = {call.hidden.shape[0], tokens}
-        if past:
-            self._sizes |= {past, past + tokens}
-        self.inputs = (call.hidden, *tensors)
-        of_angles = (tensor for name, tensor in zip(self.names, self.inputs, strict=True) if name.startswith(ANGLES))
-        self._sizes |= {
-            tensor.shape[-2] for tensor in of_angles if tensor.dim() > 1
-        }  # fewer than tokens after a prefix
-        self._sizes -= {1}  # a model that packs its pictures makes no other batch
+        self._inputs = list(zip(names, (call.hidden, *tensors), strict=True))
+        self._variables = self._varying(call.hidden.shape[0], tokens, past) if call.sizes_vary else None
 
-    def dynamic_shapes(self) -> Any:
-        if not self.varying:
-            return None
-        return (
-            tuple(
-                {axis: Dim.DYNAMIC for axis in _varying_axes(name, tensor) if tensor.shape[axis] in self._sizes}
-                for name, tensor in zip(self.names, self.inputs, strict=True)
-            ),
-        )
+    def _varying(self, batch: int, tokens: int, past: int | None) -> Variables:
+        angles = (tensor for name, tensor in self._inputs if name.startswith(ANGLES))
+        rows = {tensor.shape[-2] for tensor in angles if tensor.dim() > 1}  # fewer than tokens after a prefix
+        numbers = {batch, tokens, *rows} | ({past, past + tokens} if past else set())
+        numbers -= {1}  # a model that packs its pictures makes no other batch
+        return Variables(numbers, [(past, tokens)] if past else [])
 
-    def forward(self, *inputs: Tensor) -> Any:
-        hidden, *tensors = inputs
+    def branches(self) -> str:
+        """What the layer's branches assume of sizes."""
+        return self._variables.branches() if self._variables is not None else ""
+
+    def trace(self) -> Trace:
+        """Run the call and record it."""
+        inputs = self._inputs
+        if self._variables is not None:
+            inputs = [(name, self._variables.tensor(one, _varying_axes(name, one))) for name, one in inputs]
+        recorder = _Recorder(self.layer, inputs)
+        by_python = enable_python_dispatcher() if self._variables is not None else contextlib.nullcontext()
+        before = attributes(self.layer, *containers(self.layer).items())
+        with by_python, recorder, self._answers:
+            results = self._call(*(tensor for _, tensor in inputs))
+        self._told.changed += changed(before, attributes(self.layer, *containers(self.layer).items()))
+        return recorder.trace(results)
+
+    def _call(self, hidden: Tensor, *tensors: Tensor) -> Any:
         leaves = list(self._constants)
         for i, tensor in zip(self._tensors, tensors, strict=False):
             leaves[i] = tensor
         for i in self._caches:
             leaves[i] = _Appends(tensors[-1], self._told)
-        before = attributes(self.layer, *containers(self.layer).items())
-        with _as_called(), self._answers:
-            results = self.layer(hidden, **tree_unflatten(leaves, self._structure))
-        self._told.changed = changed(before, attributes(self.layer, *containers(self.layer).items()))
+        arguments = tree_unflatten(leaves, self._structure)
+        before = list(_held(arguments))
+        results = self.layer(hidden, **arguments)
+        after = list(_held(arguments))
+        if len(before) != len(after) or not all(map(operator.is_, before, after)):
+            self._told.changed.append("its arguments")
         return results
+
+
+class _Recorder(TorchDispatchMode):
+    """Context in which operations are recorded as nodes of a graph, with their lines and the module they are in."""
+
+    def __init__(self, layer: nn.Module, inputs: list[tuple[str, Tensor]]):
+        super().__init__()
+        self._graph = Graph()
+        self._nodes: dict[int, Node] = {}  # by the id of a tensor
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._unanswered: _NeedsValues | None = None
+        self._paths = {id(module): path for path, module in layer.named_modules()}
+        self._parameters = {self._placed(name, tensor): name for name, tensor in layer.named_parameters()}
+        self._buffers = {self._placed(name, tensor): name for name, tensor in layer.named_buffers()}
+        self._arguments = {self._placed(name or "hidden", tensor): name for name, tensor in inputs}
+
+    def trace(self, results: Any) -> Trace:
+        """What was recorded, with the results of the call. Nothing is left that these do not need."""
+        if self._unanswered is not None:  # and the layer went on without an answer
+            raise self._unanswered
+        leaves, structure = tree_flatten(results)
+        if others := {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, int, float, type(None)))}:
+            raise TypeError(f"returns {', '.join(sorted(others))}")
+        nodes = [self._node(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        self._graph.output(tuple(nodes))
+        self._graph.eliminate_dead_code()
+        return Trace(self._graph, self._arguments, self._parameters, self._buffers, nodes, structure)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _OF_NUMBERS and id(args[0]) not in self._nodes:
+            self._placed("constant", args[0])
+        args_of, kwargs_of = tree_map(self._argument, (args, kwargs))
+        if _reads_values(func, args, kwargs):
+            raise self._needs_values(func)
+        try:
+            made = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            if torch.Tag.dynamic_output_shape not in func.tags:
+                raise
+            raise self._needs_values(func) from None
+        node = self._graph.call_function(func, tuple(args_of), kwargs_of)
+        node.meta.update(val=made, **self._where())
+        if isinstance(made, Tensor):
+            self._keep(made, node)
+        elif isinstance(made, (tuple, list)):
+            for i, one in enumerate(made):
+                if isinstance(one, Tensor):
+                    item = self._graph.call_function(operator.getitem, (node, i))
+                    item.meta.update({**node.meta, "val": one})
+                    self._keep(one, item)
+        return made
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._node(value)
+        if isinstance(value, torch.SymInt):
+            return Size(value.node.expr)
+        return value
+
+    def _node(self, tensor: Tensor) -> Node:
+        """The node that made a tensor."""
+        if id(tensor) not in self._nodes and tensor.is_meta:
+            raise AttributeError("keeps state: reads a tensor that is no argument, parameter or buffer")
+        return self._nodes.get(id(tensor)) or self._placed("constant", tensor)
+
+    def _placed(self, name: str, tensor: Tensor) -> Node:
+        node = self._graph.placeholder(name.replace(".", "_"))
+        node.meta["val"] = tensor
+        self._keep(tensor, node)
+        return node
+
+    def _keep(self, tensor: Tensor, node: Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._kept.append(tensor)
+
+    def _needs_values(self, func: Any) -> _NeedsValues:
+        places = "".join(f" at {Path(file).name}:{line}" for file, line in self._where()["lines"][-1:])
+        self._unanswered = _NeedsValues(f"`{func._schema.name.rpartition('::')[2]}`{places}")
+        return self._unanswered
+
+    def _where(self) -> dict[str, Any]:
+        """The lines that lead to an operation, outermost first, and the path of the innermost module that it is in."""
+        lines: list[tuple[str, int]] = []
+        module: str | None = None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not _Called._call.__code__:
+            if frame.f_code is _CALL and module is None:
+                module = self._paths.get(id(frame.f_locals["self"]))
+            elif is_in_layer(frame.f_code.co_filename):
+                lines.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        return {"lines": lines[::-1], "module": module or ""}
 
 
 @contextlib.contextmanager
@@ -176,68 +272,27 @@ def _without_finalizers() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Context in which PyTorch logs nothing about a trace: what is to be told is told as an error."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    kept = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        yield
-    finally:
-        for logger, disabled in zip(loggers, kept, strict=True):
-            logger.disabled = disabled
+def _reads_values(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation reads values of a tensor on meta: as a number, or to copy them from there."""
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_meta:
+        return False
+    devices = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.device)]
+    return func.overloadpacket in _OF_VALUES or any(device.type != "meta" for device in devices)
 
 
-@contextlib.contextmanager
-def _without_entries() -> Iterator[None]:
-    """Context in which PyTorch keeps no results of operations on fake tensors.
-
-    Few are found again where sizes are symbols, and keeping one costs more than the operation: of 14 s in which six
-    families were read, 5 s.
-    """
-    from torch._dynamo import config  # imported when used: it takes seconds
-
-    if not hasattr(config, "fake_tensor_cache_enabled"):
-        yield
-        return
-    with config.patch(fake_tensor_cache_enabled=False):
-        yield
-
-
-def _of_layer(tracer: Any, frames: StackSummary) -> StackSummary:
-    calls = [i for i, frame in enumerate(frames) if frame.filename == __file__ and frame.name == "forward"]
-    inside = frames[calls[-1] + 1 :] if calls else []
-    return StackSummary.from_list([frame for frame in inside if is_in_layer(frame.filename)])
-
-
-@contextlib.contextmanager
-def _whole_stacks() -> Iterator[None]:
-    """Context in which nodes keep all lines that lead to them, not only those in a `forward`."""
-    own = vars(TracerBase).get("_filter_traceback_frames")
-    if own is None:
-        yield
-        return
-    try:
-        TracerBase._filter_traceback_frames = _of_layer  # type: ignore[method-assign]
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = own  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _as_called() -> Iterator[None]:
-    """Context in which a layer is not told that it is traced, so that it does what it does when it is called."""
-    flags = ("_is_exporting_flag", "_is_compiling_flag")
-    kept = {flag: getattr(torch.compiler, flag) for flag in flags if hasattr(torch.compiler, flag)}
-    try:
-        for flag in kept:
-            setattr(torch.compiler, flag, False)
-        yield
-    finally:
-        for flag, value in kept.items():
-            setattr(torch.compiler, flag, value)
+def _held(value: Any) -> Iterator[Any]:
+    """What arguments hold, and what that holds: containers of every class, and attributes of objects."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from _held(inner)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            yield from _held(inner)
+    else:
+        yield value
+        if not isinstance(value, (Tensor, Untouched, type)) and hasattr(value, "__dict__"):
+            yield from vars(value).values()
 
 
 def _varying_axes(name: str, tensor: Tensor) -> range:
@@ -300,28 +355,3 @@ def _attention_watched(layer: nn.Module, told: Told) -> Iterator[None]:
         yield
     finally:
         AttentionInterface.get_interface = own  # type: ignore[method-assign]
-
-
-def _branches(program: Any) -> str:
-    """What a layer's branches assume of batch, tokens and keys; empty if all sizes from 2 on take the same way."""
-    ranges = [
-        f"from {bounds.lower} to {bounds.upper}"
-        for symbol, bounds in program.range_constraints.items()
-        if symbol.is_symbol and not (str(bounds.lower) in ("0", "1", "2") and _is_endless(bounds.upper))
-    ]
-    values = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
-    sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape if not isinstance(size, int))
-    size: Any = next(sizes, None)
-    places = [] if size is None else [_place(guard) for guard in size.node.shape_env.guards]
-    return ", ".join(dict.fromkeys(filter(None, [*places, *ranges])))
-
-
-def _place(guard: Any) -> str:
-    """The line of the layer's source that asks about a size; empty for what operations of PyTorch ask."""
-    frame = getattr(getattr(guard, "sloc", None), "framework_loc", None)
-    file = getattr(frame, "filename", "")
-    return f"{Path(file).name}:{frame.lineno}" if file.endswith(".py") and is_in_layer(file) else ""  # type: ignore[union-attr]
-
-
-def _is_endless(bound: Any) -> bool:
-    return not str(bound).lstrip("-").isdigit() or int(bound) >= 1 << 62

@@ -116,7 +116,7 @@ def _given_norm(graph: LayerGraph, node: Node) -> NormUnit | None:
     """A norm that is one operation of PyTorch."""
     name, args = op_name(node), [*node.args]
     if name == "layer_norm":
-        x, sizes, weight, bias, eps = (*args, None, None, 1e-5)[:5] if len(args) < 5 else args[:5]
+        x, sizes, weight, bias, eps = (*args, *(None, None, 1e-5)[len(args) - 2 :])[:5]
         kind = LAYER
     elif name == "rms_norm":
         x, sizes, weight, eps = (*args, None, None)[:4]

@@ -38,7 +38,7 @@ WRITTEN: Mapping[str, str] = MappingProxyType(
         "StableLmDecoderLayer": "norms",
         "GPTNeoBlock": "size",
         "BloomBlock": "baddbmm",
-        "MptBlock": "masked_fill",
+        "MptBlock": "branch on a size",
         "T5Block": "`",
         "MT5Block": "`",
         "UMT5Block": "reaches",
@@ -290,8 +290,8 @@ def test_an_explanation_has_a_line_for_each_unit_and_names_what_no_part_has() ->
     for words in ("norm input_layernorm.weight", "self_attn: product self_attn.q_proj.weight", "modeling_arcee.py:"):
         assert words in told
     assert "in no part" not in told and "read in 3 calls: norm norm1, attention self_attn, add" in told
-    left = infuse.explain(families.BY_NAME["mpt"].make(), "transformer.blocks.0", dtype=torch.float32)
-    assert "in no part" in left and "not read: left: `masked_fill` at modeling_mpt.py:" in left
+    left = infuse.explain(families.BY_NAME["bloom"].make(), "transformer.h.0", dtype=torch.float32)
+    assert "in no part" in left and "not read: left: `baddbmm` at modeling_bloom.py:" in left
 
 
 def test_an_explanation_of_what_is_no_layer_lists_the_layers() -> None:

@@ -327,6 +327,17 @@ class ReadsNumber(Layer):
         return x + self.transformed(x)
 
 
+class CatchesNumber(Layer):
+    """A trace in which the number cannot be read goes another way than a call."""
+
+    def both(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        try:
+            factor = 1 + 0.1 * float(x.abs().max())
+        except Exception:
+            factor = 1.0
+        return super().both(x, given) * factor
+
+
 class Tries(Layer):
     def transformed(self, x: Tensor) -> Tensor:
         try:
@@ -456,6 +467,7 @@ CASES = (
     Case("otherwise exported", LEFT, layer=OtherwiseExported, words=("is_compiling", "is_exporting", "export")),
     Case("refuses long texts", LEFT, layer=Refuses, words=("raise", *WORDS["branch"]), like=None),
     Case("reads a number", LEFT, layer=ReadsNumber, words=("item", *WORDS["values"])),
+    Case("catches what a number raises", LEFT, layer=CatchesNumber, words=WORDS["values"]),
     Case("wrapped", LEFT, layer=Wrapped, words=("wrap", "forward", "effects.py")),
     Case("called otherwise", EITHER, layer=Called, words=("__call__",)),
     Case("hooks on MLPs", LEFT, changes=hooks_on_mlp, words=("hook", "effects.py")),

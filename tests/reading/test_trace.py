@@ -1,0 +1,134 @@
+"""A trace has every operation whole, with the sizes that vary as variables; what it cannot show, it names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from infuse.errors import SpecMismatch
+from infuse.reading.calls import LayerCall
+from infuse.reading.graph import Numbers, op_name
+from infuse.reading.trace import traced
+
+BATCH, TOKENS, WIDTH = 5, 13, 8
+
+
+class Doubles(nn.Module):
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        return hidden * 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, device="meta")
+        self.inner = Doubles()
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        batch, tokens, width = hidden.shape
+        heads = self.linear(hidden).view(batch, tokens, 2, width // 2).transpose(1, 2)
+        scores = heads @ heads.transpose(-1, -2)
+        mixed = scores.softmax(-1) @ heads
+        return self.inner(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Dict(dict):
+    """A dict of a class of its own, which PyTorch does not look into."""
+
+
+class Attributes:
+    seen = 0
+
+
+class Writes(Layer):
+    """Leaves something in what it is given."""
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        for value in given.values():
+            if isinstance(value, dict):
+                value["last"] = hidden
+            elif isinstance(value, list):
+                value.append(hidden)
+            elif isinstance(value, Attributes):
+                vars(value)["seen"] = hidden
+        return super().forward(hidden)
+
+
+class ReadsWhatIsLeft(Layer):
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        return super().forward(hidden) + given["shared"]["last"]
+
+
+class AsksForTokens(Layer):
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        return super().forward(hidden if hidden.shape[1] < 4096 else -hidden)
+
+
+class MovesToNumbers(Layer):
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        return super().forward(hidden) * len(hidden[0, 0].tolist())
+
+
+def call(varies: bool = True, **arguments: Any) -> LayerCall:
+    hidden = torch.empty(BATCH, TOKENS, WIDTH, device="meta")
+    return LayerCall("a prompt", hidden, arguments, sizes_vary=varies)
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_the_graph_computes_what_the_layer_does_at_other_sizes(varies: bool) -> None:
+    graph, _ = traced(Layer(), call(varies))
+    names = [op_name(node) for node in graph.operations()]
+    assert names.count("matmul") == 2 and "linear" in names and "softmax" in names, "operations are whole"
+    sizes = graph.shape(graph.hidden)
+    assert sizes == ((2, 3, WIDTH) if varies else (BATCH, TOKENS, WIDTH))
+    layer = Layer().to_empty(device="cpu").double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    weights = {node: layer.get_parameter(name) for node, name in graph.parameters.items()}
+    hidden = torch.randn(sizes, dtype=torch.float64)
+    found = Numbers(graph, {graph.hidden: hidden, **weights})(graph.outputs[0])
+    torch.testing.assert_close(found, layer(hidden))
+
+
+def test_nodes_know_their_module_and_line() -> None:
+    graph, _ = traced(Layer(), call())
+    (product,) = [node for node in graph.operations() if op_name(node) == "linear"]
+    (doubled,) = [node for node in graph.operations() if op_name(node) == "mul"]
+    assert (graph.module(product), graph.module(doubled)) == ("linear", "inner")
+    assert re.fullmatch(r" at test_trace\.py:\d+ \(from test_trace\.py:\d+\)", graph.where(doubled))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, Dict(), [], Attributes(), {"inside": Dict()}], ids=lambda one: type(one).__name__
+)
+def test_what_a_call_leaves_in_its_arguments_is_state(given: Any) -> None:
+    with pytest.raises(SpecMismatch, match="keeps state: a call changes its arguments"):
+        traced(Writes(), call(shared=given))
+
+
+def test_a_tensor_from_elsewhere_is_state() -> None:
+    shared = Dict(last=torch.empty(BATCH, TOKENS, WIDTH, device="meta"))
+    with pytest.raises(SpecMismatch, match="keeps state: reads a tensor that is no argument, parameter or buffer"):
+        traced(ReadsWhatIsLeft(), call(shared=shared))
+
+
+def test_a_branch_far_from_the_sizes_of_the_call_is_seen() -> None:
+    with pytest.raises(SpecMismatch, match=r"has a branch on a size: test_trace\.py:\d+, from 2 to 4095"):
+        traced(AsksForTokens(), call())
+    traced(AsksForTokens(), call(varies=False))
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_values_that_are_read_are_named_with_their_line(varies: bool) -> None:
+    with pytest.raises(SpecMismatch, match=r"has a branch on values: `\w+` at test_trace\.py:\d+"):
+        traced(MovesToNumbers(), call(varies))
+
+
+def test_sizes_of_a_view_of_something_larger_vary_too() -> None:
+    whole = torch.empty(TOKENS, BATCH, 2 * WIDTH, device="meta")[..., :WIDTH].transpose(0, 1)
+    graph, _ = traced(Layer(), LayerCall("a prompt", whole, {}, sizes_vary=True))
+    assert graph.shape(graph.outputs[0]) == (2, 3, WIDTH)
