@@ -46,7 +46,7 @@ class Variables:
         """What a layer's branches assume of the variables; empty if all sizes from 2 on take the same way."""
         places = [_place(guard) for guard in self._env.guards]
         ranges = [
-            f"from {bounds.lower} to {bounds.upper}"
+            f"from {bounds.lower} to {bounds.upper}" if bounds.lower != bounds.upper else f"it is {bounds.lower} alone"
             for symbol, bounds in self._env.var_to_range.items()
             if not (str(bounds.lower) in ("0", "1", "2") and _is_endless(bounds.upper))
         ]
