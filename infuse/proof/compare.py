@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from statistics import median
@@ -129,7 +130,7 @@ def expected_exact(layer: nn.Module, cases: list[Case], routers: Mapping[str, st
     routers = routers or {}
     paths, exact, routes = routers.values(), [], []
     together = _together(cases)
-    with in_dtype(layer, torch.float32), _LargeProductsByOneDNN():
+    with in_dtype(layer, torch.float32), _large_products(layer):
         for case in [together] if together else cases:
             with recorded(layer, paths) as seen:
                 exact.append(outputs(layer, case, torch.float32, case.caches[0]))
@@ -139,6 +140,12 @@ def expected_exact(layer: nn.Module, cases: list[Case], routers: Mapping[str, st
         exact = [Results([rows], kinds) for rows in whole.split([case.calls[0].hidden.shape[1] for case in cases])]
         routes *= len(cases)
     return Expected(exact, [[0.0] * len(row) for row in exact], routers, routes, routes)
+
+
+def _large_products(module: nn.Module) -> AbstractContextManager[Any]:
+    """Context in which a module with large weights multiplies by these as is fastest."""
+    has_large = any(parameter.numel() >= _ONEDNN_VALUES for parameter in module.parameters())
+    return _LargeProductsByOneDNN() if has_large else nullcontext()
 
 
 class _LargeProductsByOneDNN(TorchFunctionMode):
@@ -243,7 +250,7 @@ def _exact(caches: Iterable[Any]) -> Iterator[Any]:
 def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
     """Return why `new` (reference bodies, no quantization) is not the same function as the original; None if it is."""
     exact = [replace(case, caches=tuple(_exact(case.caches))) for case in cases]
-    with in_dtype(new, torch.float32), _LargeProductsByOneDNN():
+    with in_dtype(new, torch.float32), _large_products(new):
         allowed = [[STRUCTURE_TOLERANCE] * len(row) for row in wanted.exact]
         return _mismatch(new, exact, wanted, torch.float32, allowed)
 

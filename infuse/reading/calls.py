@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from infuse.cache_names import FORMER, cache_argument
 from infuse.errors import in_brief
 from infuse.inputs.model import model_inputs
+from infuse.reading.results import RESULTS
 from infuse.temporary_hooks import StopModel, watched
 
 CACHE = object()  # stands for the cache among the arguments of a call
@@ -259,7 +260,7 @@ class _Answers(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
-        return func(*args, **(kwargs or {}))
+        return RESULTS.of(func, args, kwargs or {})
 
 
 class _Known(_Answers):

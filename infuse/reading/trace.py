@@ -31,6 +31,7 @@ from infuse.reading.calls import CACHE, LayerCall, Untouched
 from infuse.reading.effects import attributes, changed, containers
 from infuse.reading.finite import Answers
 from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, Size, Trace, is_in_layer
+from infuse.reading.results import RESULTS, Results
 from infuse.reading.sizes import Variables
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ class _Called:
         inputs = self._inputs
         if self._variables is not None:
             inputs = [(name, self._variables.tensor(one, _varying_axes(name, one))) for name, one in inputs]
-        recorder = _Recorder(self.layer, inputs)
+        recorder = _Recorder(self.layer, inputs, RESULTS if self._variables is None else Results())
         by_python = enable_python_dispatcher() if self._variables is not None else contextlib.nullcontext()
         before = attributes(self.layer, *containers(self.layer).items())
         with by_python, recorder, self._answers:
@@ -170,8 +171,9 @@ class _Called:
 class _Recorder(TorchDispatchMode):
     """Context in which operations are recorded as nodes of a graph, with their lines and the module they are in."""
 
-    def __init__(self, layer: nn.Module, inputs: list[tuple[str, Tensor]]):
+    def __init__(self, layer: nn.Module, inputs: list[tuple[str, Tensor]], results: Results):
         super().__init__()
+        self._results = results
         self._graph = Graph()
         self._nodes: dict[int, Node] = {}  # by the id of a tensor
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
@@ -201,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         if _reads_values(func, args, kwargs):
             raise self._needs_values(func)
         try:
-            made = func(*args, **kwargs)
+            made = self._results.of(func, args, kwargs)
         except (RuntimeError, NotImplementedError):
             if torch.Tag.dynamic_output_shape not in func.tags:
                 raise
