@@ -28,7 +28,9 @@ from infuse.temporary_hooks import StopModel, watched
 CACHE = object()  # stands for the cache among the arguments of a call
 BATCH, TOKENS, FIRST = 5, 13, 7  # sizes that are rarely those of anything else
 _CPU = torch.device("cpu")
+_EARLIER = 22  # before a step
 _PROMPT, _PADDED, _STEP = "a prompt", "several tokens", "one token"
+_TEXT, _STEPS = "a prompt of one text", "one token of several texts"
 NOT_REACHED = "no run of the model on meta, on a cache if it takes one, reaches it"
 
 
@@ -114,11 +116,13 @@ def recorded_calls(
     """
     takes_cache = reads_on_cache(model)
     text = (FIRST, TOKENS) if takes_cache else (TOKENS,)
-    one = (FIRST, 1) if takes_cache else (1,)
+    one = (_EARLIER, 1) if takes_cache else (1,)
     sessions = [
         _Session(_PADDED, text, padded=True, cached=takes_cache, sizes_vary=True),
         _Session(_PROMPT, (TOKENS,)),
         _Session(_STEP, one, batch=1, cached=takes_cache),
+        _Session(_TEXT, (TOKENS,), batch=1, cached=takes_cache),
+        _Session(_STEPS, one, cached=takes_cache),
     ]
     knows = (True,) if _has_known(model) else (False, True)
     ended = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import re
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator
-from operator import is_
+from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -14,15 +16,20 @@ from torch import nn
 
 from infuse.authors import package_of, with_wrapped
 
-INDEX_NAMES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index
+INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_number"})  # transformers' names for a layer's index
 _MODULES = frozenset({"random", "time", "os", "datetime", "secrets", "uuid", "numpy.random", "threading"})
 # Questions about how a call is made, to which the trace of a layer has other answers than later calls, and settings.
 _ASKS = frozenset({
     "is_grad_enabled", "is_inference_mode_enabled", "is_inference", "is_compiling", "is_exporting",
     "is_dynamo_compiling", "is_tracing", "is_scripting", "initial_seed", "manual_seed", "perf_counter",
+    "requires_grad", "is_cuda", "is_cpu", "is_meta", "set_default_dtype", "set_default_device", "set_num_threads",
 })  # fmt: skip
 _CALLS = frozenset({"print", "input", "open", "type", "id", "setattr", "globals", "vars"})
+_NO_STEPS = frozenset({"CACHE", "NOP", "PRECALL", "KW_NAMES", "EXTENDED_ARG", "PUSH_NULL", "NOT_TAKEN"})
 _CALLED_BY = ("__call__", "_call_impl", "__getattr__", "__getattribute__")  # what runs around every forward
+_DEVICES = frozenset({"cpu", "cuda", "meta"})
+_HOLD = (list, tuple, dict, set, frozenset, deque)
+_DEEPEST = 5
 _AROUND = re.compile(r"torch\.|transformers\.(?!models\.)")  # modules of code around all layers
 
 
@@ -38,11 +45,28 @@ def outside_reads(layer: nn.Module) -> Iterator[str]:
 
 def reads_index(layer: nn.Module) -> bool:
     """Whether code of the layer may compute with its index, and not only say where it appends to a cache."""
-    for function in _reached(layer):
-        loaded = [step.argval for step in dis.get_instructions(function) if step.opname.startswith("LOAD_")]
-        if sum(name in INDEX_NAMES for name in loaded) > loaded.count("update"):
-            return True
-    return False
+    return any(_computes_with_index(function.__code__) for function in _reached(layer))
+
+
+def _computes_with_index(code: CodeType) -> bool:
+    """Whether code does more with an index than `cache.update(keys, values, index)` does."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+    called = ""  # the method whose arguments are being loaded
+    for place, step in enumerate(steps):
+        is_load = step.opname.startswith("LOAD_")
+        if step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and "NULL" in step.argrepr):
+            called = step.argval
+        elif not is_load:
+            called = ""
+        elif _is_index(step.argval):
+            following = next((other.opname for other in steps[place:] if not other.opname.startswith("LOAD_")), "")
+            if called != "update" or not following.startswith("CALL"):
+                return True
+    return any(_computes_with_index(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _is_index(name: Any) -> bool:
+    return not INDEX_NAMES.isdisjoint(name if isinstance(name, tuple) else (name,))
 
 
 def code_of(layer: nn.Module) -> tuple[Any, ...]:
@@ -61,9 +85,9 @@ def _constants(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def containers(layer: nn.Module) -> dict[str, Any]:
-    """Lists, dicts and sets of the layer's files that its code names."""
+    """Lists, dicts, sets, and what counts on, of the layer's files that its code names."""
     named = ((name, function.__globals__.get(name)) for function in _reached(layer) for name in _names(function))
-    return {name: value for name, value in named if type(value) in (list, dict, set)}
+    return {name: value for name, value in named if isinstance(value, (*_HOLD, Iterator)) and not callable(value)}
 
 
 def _names(function: FunctionType) -> tuple[str, ...]:
@@ -97,20 +121,30 @@ def _called(cls: type, function: FunctionType) -> list[FunctionType]:
         methods = _functions(getattr(cls, name, None)) if not hasattr(nn.Module, name) else []
         own = [each for each in _functions(function.__globals__.get(name)) if each.__module__ == function.__module__]
         found += [*methods, *own]
-    return found
+    inside = inspect.getclosurevars(function).nonlocals.values() if function.__closure__ else ()
+    return found + [one for value in inside for one in _functions(value) if one.__module__ == function.__module__]
 
 
 def _found(function: FunctionType, code: CodeType) -> Iterator[str]:
-    line = code.co_firstlineno
+    line, before = code.co_firstlineno, None
     for step in dis.get_instructions(code):
         line = getattr(step, "line_number", None) or (
             step.starts_line if step.starts_line not in (None, True, False) else line
         )
-        if what := _reads(function, step):
+        if what := _reads(function, step) or _compares_device(step, before):
             yield f"{what} at {Path(code.co_filename).name}:{line}"
+        before = step
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _found(function, inner)
+
+
+def _compares_device(step: dis.Instruction, before: dis.Instruction | None) -> str:
+    """What an instruction asks if it compares with the name of a device, of which a trace has another than a call."""
+    if before is None or not step.opname.startswith(("COMPARE_OP", "CONTAINS_OP")):
+        return ""
+    names = before.argval if isinstance(before.argval, (tuple, frozenset)) else (before.argval,)
+    return "asks for the device" if before.opname.startswith("LOAD_CONST") and not _DEVICES.isdisjoint(names) else ""
 
 
 def _reads(function: FunctionType, step: dis.Instruction) -> str:
@@ -130,28 +164,43 @@ def _reads(function: FunctionType, step: dis.Instruction) -> str:
     return f"asks `{name}`" if isinstance(name, str) and name in _ASKS and is_attribute else ""
 
 
+class _Same:
+    """Equal to nothing but the same object."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+
 Attributes = dict[tuple[str, str], Any]
 
 
 def attributes(layer: nn.Module, *more: tuple[str, Any]) -> Attributes:
-    """Every attribute of every module, and `more` values by name, each with a copy of what can change in place."""
+    """What every attribute of every module holds, and `more` values by name."""
     named = [((path, name), value) for path, module in layer.named_modules() for name, value in vars(module).items()]
     named += [((name, "of its file"), value) for name, value in more]
-    return {key: (value, value.copy() if type(value) in (list, dict, set) else value) for key, value in named}
+    return {key: _held(value) for key, value in named}
 
 
 def changed(before: Attributes, after: Attributes) -> list[str]:
-    """The names of attributes that are others now."""
-    now = {key: value for key, (value, _) in after.items()}
-    others = [key for key, value in now.items() if key not in before or not _same(value, *before[key])]
-    others += [key for key in before if key not in now]
+    """The names of attributes that hold something else now."""
+    others = [key for key, value in after.items() if key not in before or value != before[key]]
+    others += [key for key in before if key not in after]
     return [".".join(part for part in key if part) for key in others]
 
 
-def _same(value: Any, was: Any, kept: Any) -> bool:
-    if type(value) in (list, dict, set, tuple, int, float, bool, str):
-        try:
-            return type(value) is type(was) and bool(value == kept)
-        except (RuntimeError, ValueError):  # of tensors inside
-            return len(value) == len(kept) and all(map(is_, value, kept))
-    return value is was
+def _held(value: Any, depth: int = 0) -> Any:
+    """What a value holds, to be compared with what it holds later. An iterator is never as it was."""
+    if isinstance(value, (bool, int, float, str, bytes)):
+        return type(value), value
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(value)
+    if isinstance(value, (UserDict, UserList)):
+        return type(value), _held(value.data, depth)
+    if isinstance(value, Iterator):
+        return object() if not isinstance(value, count) else repr(value)
+    if not isinstance(value, _HOLD) or depth > _DEEPEST:
+        return _Same(value)
+    return type(value), [_held(one, depth + 1) for one in (value.items() if isinstance(value, dict) else value)]

@@ -7,6 +7,7 @@ parts compute, however it is written.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,16 +15,17 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import TreeSpec, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 
 from infuse.errors import SpecMismatch
 
 ANGLES = "position_embeddings."  # what the names of cos and sin begin with
-PAST = "cache"  # the argument of an exported call that has as many elements as the cache has tokens
+PAST = "cache"  # the argument of a traced call that has as many elements as the cache has tokens
 _SMALL = (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)  # of sizes that vary, in an evaluation
 aten = torch.ops.aten
 
@@ -41,7 +43,10 @@ def _(new: Tensor, past: Tensor, as_values: bool) -> Tensor:
 
 APPEND = torch.ops.infuse_reading.append.default
 
-_NOT_LAYERS = re.compile(r"[/\\](torch|infuse[/\\]reading)[/\\]|^<")
+_NOT_LAYERS = (
+    *(f"{folder}{os.sep}" for folder in (*torch.__path__, *sympy.__path__, Path(__file__).parent)),
+    "<frozen ",
+)
 _SHARED = re.compile(r"[/\\]transformers[/\\](?!models[/\\])")  # files around all models of transformers
 _COPIES = frozenset({"contiguous", "clone", "alias", "detach", "lift_fresh_copy", "lift_fresh", "positive", "detach_"})
 _CASTS = frozenset({"to", "_to_copy", "type_as"})
@@ -153,36 +158,23 @@ class LayerGraph:
         """Turn operations in place into plain ones. SpecMismatch if anything else would see what they write."""
         for node in list(self._graph.nodes):
             schema = getattr(node.target, "_schema", None)
-            if node.op != "call_function" or schema is None or not schema.is_mutable:
+            if node.op != "call_function" or schema is None or not schema.is_mutable or op_name(node) == "detach_":
                 continue
-            name = op_name(node)
-            if name == "detach_":
-                continue
-            base = node.args[0]
-            while isinstance(base, Node) and self._passes(base) and op_name(base) != "clone":
-                base = base.args[0]
-            if not isinstance(base, Node) or base.op == "placeholder":
-                raise self.left(node, "writes into its input")
-            plain = getattr(aten, name.removesuffix("_"), None)
+            base = node.args[0] if node.args else None
+            plain = getattr(aten, op_name(node).removesuffix("_"), None)
             overload = getattr(plain, node.target._overloadname, None)
-            same = self._same_memory(base)
-            views = [user for one in same for user in one.users if user not in (node, *same) and _aliases(user)]
-            if overload is None or (_aliases(base) and not self._passes(base)) or views:
+            if not isinstance(base, Node) or overload is None or _written(node) != [base]:
+                raise self.left(node, "writes into a tensor that it is given")
+            same = [other for other in self._graph.nodes if _storage(other) == _storage(base) and other is not node]
+            if any(other.op == "placeholder" for other in same):
+                raise self.left(node, "writes into its input")
+            if any(_layout(other) != _layout(base) for other in same):
                 raise self.left(node, "writes into a view")
             node.target = overload
             for one in same:
                 for user in list(one.users):
                     if user not in (node, *same) and self._place[user] > self._place[node]:
                         user.replace_input_with(one, node)
-
-    def _same_memory(self, base: Node) -> list[Node]:
-        """`base` and the nodes that pass it on without a copy."""
-        found = [base]
-        for one in found:
-            for user in one.users:
-                kept = _aliases(user) and user.meta["val"].dtype == one.meta["val"].dtype
-                found += [user] if self._passes(user) and kept and op_name(user) != "clone" else []
-        return found
 
     def _merge_equal(self) -> None:
         """Let what is computed twice be one node."""
@@ -197,6 +189,14 @@ class LayerGraph:
             if first is not node:
                 node.replace_all_uses_with(first)
                 self._graph.erase_node(node)
+
+    def unlike(self, other: LayerGraph) -> str | None:
+        """Where the graph of the same call of other sizes has another operation, or another number; None if nowhere."""
+        ours, theirs = ([node for node in graph._graph.nodes if node.op != "output"] for graph in (self, other))
+        for node, one in zip(ours, theirs, strict=False):
+            if (node.op, op_name(node), _but_sizes(node)) != (one.op, op_name(one), _but_sizes(one)):
+                return f"`{op_name(one)}`{other.where(one)}"
+        return None if len(ours) == len(theirs) else "the number of operations"
 
     def left(self, node: Node, why: str = "") -> SpecMismatch:
         """The error for a node that no part has."""
@@ -263,7 +263,7 @@ class LayerGraph:
 @lru_cache(maxsize=1024)
 def is_in_layer(file: str) -> bool:
     """Whether a file may be a layer's, and is neither PyTorch's nor ours."""
-    return not _NOT_LAYERS.search(file)
+    return not file.startswith(_NOT_LAYERS)
 
 
 def op_name(node: Any) -> str:
@@ -276,10 +276,30 @@ def op_name(node: Any) -> str:
     return node.name if node.op != "call_function" else getattr(target, "__name__", str(target))
 
 
-def _aliases(node: Node) -> bool:
-    """Whether a node's value shares memory with what it is made from."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+def _but_sizes(node: Node) -> list[Any]:
+    """The arguments of an operation that are neither tensors nor sizes."""
+    return [
+        leaf for leaf in tree_leaves((node.args, node.kwargs)) if type(leaf) is not int and not isinstance(leaf, Node)
+    ]
+
+
+def _written(node: Node) -> list[Any]:
+    """What an operation writes into, by its signature."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**dict(zip((one.name for one in arguments), node.args, strict=False)), **node.kwargs}
+    return [given[one.name] for one in arguments if one.name in given and one.alias_info and one.alias_info.is_write]
+
+
+def _storage(node: Node) -> int | None:
+    """What tells the memory of a node's value from that of others; None if the value is no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _layout(node: Node) -> tuple:
+    """How a node's value lies in its memory."""
+    value = node.meta["val"]
+    return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
 
 
 class Numbers:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.layer import Bound
+from infuse.authors import package_of
 from infuse.errors import SpecMismatch
 from infuse.reading.calls import LayerCall, attention_function
-from infuse.reading.effects import code_of
+from infuse.reading.effects import code_of, containers
 from infuse.reading.read import read
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+_HOLD = (tuple, list, set, frozenset, dict)
 
 
 class Kind:
@@ -26,10 +28,17 @@ class Kind:
 
     def __init__(self, layer: nn.Module, calls: Sequence[LayerCall], config: Any, more: Any):
         self._read: tuple[nn.Module, Sequence[LayerCall]] | None = (layer, calls)
-        modules = tuple((path, type(module), _attributes(module)) for path, module in layer.named_modules())
+        configs = {id(one): one for one in (config, *(vars(module).get("config") for module in layer.modules()))}
+        texts = {key: _text(one) for key, one in configs.items()}
+        modules = tuple(
+            (path, type(module), _attributes(module), texts[id(vars(module).get("config"))])
+            for path, module in layer.named_modules()
+        )
+        classes = tuple(_of_class(cls) for cls in dict.fromkeys(type(module) for module in layer.modules()))
         tensors = (*layer.named_parameters(), *layer.named_buffers())
         sizes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
-        self._key = (modules, sizes, code_of(layer), _text(config), attention_function(config), more)
+        code = code_of(layer), _comparable(containers(layer))
+        self._key = (modules, classes, sizes, code, texts[id(config)], attention_function(config), more)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -62,8 +71,15 @@ def _attributes(module: nn.Module) -> tuple:
 _OF_MODULES = frozenset(vars(nn.Module())) | {"config", "layer_idx", "layer_id", "layer_number"}
 
 
+def _of_class(cls: type) -> tuple:
+    """Numbers and words, and what holds them, among the attributes of a class."""
+    own = [kind for kind in cls.__mro__ if package_of(kind) not in ("torch", "builtins")]
+    named = ((name, value) for kind in own for name, value in vars(kind).items() if not name.startswith("__"))
+    return tuple((name, _comparable(value)) for name, value in named if isinstance(value, (*_PLAIN, *_HOLD)))
+
+
 def _comparable(value: Any) -> Any:
-    """A value that is equal for equal attributes; the object itself where that is not known."""
+    """A value that is equal for equal attributes; the object itself where that is not known, or a new one."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (tuple, list)):
@@ -76,7 +92,7 @@ def _comparable(value: Any) -> Any:
         return tuple(value.shape), value.dtype
     if isinstance(value, partial):  # a new one in each model, as in transformers' activations
         return partial, _comparable(value.func), _comparable(value.args), _comparable(value.keywords)
-    return value if _is_hashable(value) else id(value)
+    return value if _is_hashable(value) else object()
 
 
 def _is_hashable(value: Any) -> bool:

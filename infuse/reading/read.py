@@ -53,6 +53,8 @@ def read(layer: nn.Module, calls: Sequence[LayerCall]) -> Bound:
             if readers:
                 raise SpecMismatch(name, [f"has a branch: for {call.text}, it {mismatch.differences[0]}"])
             raise mismatch
+        if not call.sizes_vary and (branch := _branch_far_away(layer, call, reader.graph)):
+            raise SpecMismatch(name, [f"has a branch on a size: with far more texts or tokens, {branch}"])
         if reader.told.asks_finite:
             reader.clamp = _clamp_of(layer, call, reader)
         readers.append(reader)
@@ -80,6 +82,16 @@ def read(layer: nn.Module, calls: Sequence[LayerCall]) -> Bound:
     )
     shape = LayerShape(program=(*first.program, *first.clamp), held=first.held(), call=call_spec)
     return Bound(shape, tuple(first.fills), index, package_of(type(layer)))
+
+
+def _branch_far_away(layer: nn.Module, call: LayerCall, near: LayerGraph) -> str | None:
+    """How the layer differs in the same call of far more texts and tokens; None if it does not."""
+    try:
+        far, _ = traced(layer, call, is_far=True)
+    except SpecMismatch as mismatch:
+        return f"it {mismatch.differences[0]}"
+    unlike = near.unlike(far)
+    return unlike and f"it computes {unlike} otherwise"
 
 
 def _clamp_of(layer: nn.Module, call: LayerCall, finite: Reader) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,7 @@ class Variables:
 
     def tensor(self, like: Tensor, axes: Iterable[int]) -> Tensor:
         """A tensor on meta as `like`, whose sizes in `axes` are variables where they are known."""
-        sizes: list[Any] = list(like.shape)
-        for axis in axes:
-            sizes[axis] = self._known.get(sizes[axis], sizes[axis])
-        strides: list[Any] = list(like.stride())
-        inner: dict[int, Any] = {}  # elements in the axes inside of another → their number
-        for axis in sorted(range(like.dim()), key=lambda axis: (like.stride(axis), like.shape[axis])):
-            strides[axis] = inner.get(like.stride(axis), like.stride(axis))
-            inner[like.stride(axis) * like.shape[axis]] = strides[axis] * sizes[axis]
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+        return resized(like, dict.fromkeys(axes, self._known))
 
     def branches(self) -> str:
         """What a layer's branches assume of the variables; empty if all sizes from 2 on take the same way."""
@@ -53,11 +45,22 @@ class Variables:
         return ", ".join(dict.fromkeys(filter(None, [*places, *ranges])))
 
 
+def resized(like: Tensor, sizes: Mapping[int, Mapping[int, Any]]) -> Tensor:
+    """A tensor on meta as `like`, with other sizes: by axis, and by the size that it has there."""
+    shape: list[Any] = [sizes.get(axis, {}).get(size, size) for axis, size in enumerate(like.shape)]
+    strides: list[Any] = list(like.stride())
+    inner: dict[int, Any] = {}  # elements in the axes inside of another → their number
+    for axis in sorted(range(like.dim()), key=lambda axis: (like.stride(axis), like.shape[axis])):
+        strides[axis] = inner.get(like.stride(axis), like.stride(axis))
+        inner[like.stride(axis) * like.shape[axis]] = strides[axis] * shape[axis]
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
 def _place(guard: Any) -> str:
     """The line of the layer's source that asks about a size; empty for what operations of PyTorch ask."""
     frame = getattr(getattr(guard, "sloc", None), "framework_loc", None)
     file = getattr(frame, "filename", "")
-    return f"{Path(file).name}:{frame.lineno}" if file.endswith(".py") and is_in_layer(file) else ""  # type: ignore[union-attr]
+    return f"{Path(file).name}:{frame.lineno}" if file and is_in_layer(file) else ""  # type: ignore[union-attr]
 
 
 def _is_endless(bound: Any) -> bool:

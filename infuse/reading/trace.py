@@ -32,11 +32,13 @@ from infuse.reading.effects import attributes, changed, containers
 from infuse.reading.finite import Answers
 from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, Size, Trace, is_in_layer
 from infuse.reading.results import RESULTS, Results
-from infuse.reading.sizes import Variables
+from infuse.reading.sizes import Variables, resized
 
 aten = torch.ops.aten
 _OF_VALUES = (aten.is_nonzero, aten.item, aten._local_scalar_dense, aten.equal)
 _OF_NUMBERS = (aten.lift_fresh, aten.detach_)  # how torch.tensor hands out what it made
+# Sizes of far calls, which no layer should notice: beyond what it may compare with, and multiples of much.
+_FAR_BATCH, _FAR_TOKENS, _FAR_PAST = 240, 40320, 55440
 _CALL = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
 
 
@@ -55,17 +57,19 @@ class Told:
     attention: list[AttentionCall] = field(default_factory=list)
     appended: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # attributes of its modules
+    refused: list[str] = field(default_factory=list)  # what it asked of the cache, and got no answer
     asks_finite: bool = False  # in float16, whether values are finite
 
 
-def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True) -> tuple[LayerGraph, Told]:
+def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True, is_far: bool = False) -> tuple[LayerGraph, Told]:
     """Trace one call of `layer`, all tensors of which are on meta. SpecMismatch says why it cannot be traced.
 
-    `finite`: the answer to a layer that asks whether its values are finite.
+    `finite`: the answer to a layer that asks whether its values are finite. `is_far`: the same call of far more texts
+    and tokens, where these are more than one.
     """
     told = Told()
     answers = Answers(finite)
-    called = _Called(layer, call, told, answers)
+    called = _Called(layer, call, told, answers, is_far)
     printed = io.StringIO()
     try:
         with (
@@ -111,7 +115,7 @@ class _NeedsValues(Exception):
 class _Called:
     """The call of a layer as a function of all tensors of the call; a cache is made inside."""
 
-    def __init__(self, layer: nn.Module, call: LayerCall, told: Told, answers: Answers):
+    def __init__(self, layer: nn.Module, call: LayerCall, told: Told, answers: Answers, is_far: bool):
         self.layer, self._answers = layer, answers
         leaves, self._structure = tree_flatten_with_path(dict(call.arguments))
         self._constants = [None if isinstance(leaf, Tensor) or leaf is CACHE else leaf for _, leaf in leaves]
@@ -127,11 +131,36 @@ class _Called:
             names.append(PAST)
             tensors.append(call.hidden.new_empty(past if past is not None else call.past or 0))
         self._inputs = list(zip(names, (call.hidden, *tensors), strict=True))
-        self._variables = self._varying(call.hidden.shape[0], tokens, past) if call.sizes_vary else None
+        self._variables: Variables | None = None
+        if is_far:
+            self._go_far(call.hidden.shape[0], tokens, past)
+        elif call.sizes_vary:
+            self._variables = self._varying(call.hidden.shape[0], tokens, past)
+
+    def _rows(self) -> set[int]:
+        """Rows of angles: as many as tokens, or fewer after a prefix."""
+        angles = (tensor for name, tensor in self._inputs if name.startswith(ANGLES))
+        return {tensor.shape[-2] for tensor in angles if tensor.dim() > 1}
+
+    def _go_far(self, batch: int, tokens: int, past: int | None) -> None:
+        """Give all tensors, and numbers that are sizes, those of a call with far more texts and tokens."""
+        far_tokens = _FAR_TOKENS if tokens > 1 else 1
+        sizes = {rows: rows - tokens + far_tokens for rows in self._rows()} | {tokens: far_tokens}
+        sizes |= {past: _FAR_PAST, past + tokens: _FAR_PAST + far_tokens} if past else {}
+        sizes.pop(1, None)
+        of_first = {**sizes, batch: _FAR_BATCH if batch > 1 else 1}
+
+        def far(name: str, tensor: Tensor) -> Tensor:
+            by_axis = {
+                axis: of_first if axis == 0 and tensor.dim() > 1 else sizes for axis in _varying_axes(name, tensor)
+            }
+            return resized(tensor, by_axis)
+
+        self._inputs = [(name, far(name, tensor)) for name, tensor in self._inputs]
+        self._constants = [sizes.get(one, one) if type(one) is int else one for one in self._constants]
 
     def _varying(self, batch: int, tokens: int, past: int | None) -> Variables:
-        angles = (tensor for name, tensor in self._inputs if name.startswith(ANGLES))
-        rows = {tensor.shape[-2] for tensor in angles if tensor.dim() > 1}  # fewer than tokens after a prefix
+        rows = self._rows()
         numbers = {batch, tokens, *rows} | ({past, past + tokens} if past else set())
         numbers -= {1}  # a model that packs its pictures makes no other batch
         return Variables(numbers, [(past, tokens)] if past else [])
@@ -151,6 +180,8 @@ class _Called:
         with by_python, recorder, self._answers:
             results = self._call(*(tensor for _, tensor in inputs))
         self._told.changed += changed(before, attributes(self.layer, *containers(self.layer).items()))
+        if self._told.refused:  # and the layer went on without an answer
+            raise AttributeError(self._told.refused[0])
         return recorder.trace(results)
 
     def _call(self, hidden: Tensor, *tensors: Tensor) -> Any:
@@ -177,7 +208,7 @@ class _Recorder(TorchDispatchMode):
         self._graph = Graph()
         self._nodes: dict[int, Node] = {}  # by the id of a tensor
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
-        self._unanswered: _NeedsValues | None = None
+        self._unanswered: Exception | None = None
         self._paths = {id(module): path for path, module in layer.named_modules()}
         self._parameters = {self._placed(name, tensor): name for name, tensor in layer.named_parameters()}
         self._buffers = {self._placed(name, tensor): name for name, tensor in layer.named_buffers()}
@@ -202,6 +233,8 @@ class _Recorder(TorchDispatchMode):
         args_of, kwargs_of = tree_map(self._argument, (args, kwargs))
         if _reads_values(func, args, kwargs):
             raise self._needs_values(func)
+        if _keeps_statistics(func, args):
+            self._unanswered = AttributeError("keeps state: a norm of batches writes into its buffers")
         try:
             made = self._results.of(func, args, kwargs)
         except (RuntimeError, NotImplementedError):
@@ -230,7 +263,8 @@ class _Recorder(TorchDispatchMode):
     def _node(self, tensor: Tensor) -> Node:
         """The node that made a tensor."""
         if id(tensor) not in self._nodes and tensor.is_meta:
-            raise AttributeError("keeps state: reads a tensor that is no argument, parameter or buffer")
+            self._unanswered = AttributeError("keeps state: reads a tensor that is no argument, parameter or buffer")
+            raise self._unanswered
         return self._nodes.get(id(tensor)) or self._placed("constant", tensor)
 
     def _placed(self, name: str, tensor: Tensor) -> Node:
@@ -245,8 +279,8 @@ class _Recorder(TorchDispatchMode):
 
     def _needs_values(self, func: Any) -> _NeedsValues:
         places = "".join(f" at {Path(file).name}:{line}" for file, line in self._where()["lines"][-1:])
-        self._unanswered = _NeedsValues(f"`{func._schema.name.rpartition('::')[2]}`{places}")
-        return self._unanswered
+        self._unanswered = error = _NeedsValues(f"`{func._schema.name.rpartition('::')[2]}`{places}")
+        return error
 
     def _where(self) -> dict[str, Any]:
         """The lines that lead to an operation, outermost first, and the path of the innermost module that it is in."""
@@ -282,6 +316,14 @@ def _reads_values(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     return func.overloadpacket in _OF_VALUES or any(device.type != "meta" for device in devices)
 
 
+def _keeps_statistics(func: Any, args: tuple) -> bool:
+    """Whether an operation writes into a norm's running statistics, which its signature does not tell."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    is_running = isinstance(given.get("running_mean"), Tensor)
+    return is_running and any(given.get(name) is True for name in ("training", "train", "use_input_stats"))
+
+
 def _held(value: Any) -> Iterator[Any]:
     """What arguments hold, and what that holds: containers of every class, and attributes of objects."""
     if isinstance(value, Mapping):
@@ -313,11 +355,15 @@ class _Appends(Cache):
         vars(self).update(_past=past, _told=told)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"keeps state on the cache: sets `{name}`")
+        raise self._refusal(f"keeps state on the cache: sets `{name}`")
+
+    def _refusal(self, why: str) -> AttributeError:
+        self._told.refused.append(why)
+        return AttributeError(why)
 
     @property
     def layers(self) -> Any:  # type: ignore[override]
-        raise AttributeError("keeps a state: reads it from `layers` of the cache")
+        raise self._refusal("keeps a state: reads it from `layers` of the cache")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._told.appended.append(layer_idx)

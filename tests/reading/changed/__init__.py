@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from tests.reading.changed import attention, caches, effects, encoder, mlp, norms, rotary, scores, stream
+from tests.reading.changed import (
+    attention,
+    caches,
+    effects,
+    encoder,
+    mlp,
+    norms,
+    rotary,
+    scores,
+    sizes,
+    state,
+    stream,
+    writes,
+)
 
-_FILES = (stream, attention, scores, rotary, caches, mlp, norms, effects, encoder)
+_FILES = (stream, attention, scores, rotary, caches, mlp, norms, sizes, state, writes, effects, encoder)
 CASES = {case.name: case for file in _FILES for case in file.CASES}
 VARIANTS = {case.name: case for file in _FILES for case in file.VARIANTS}
 BY_NAME = CASES | VARIANTS

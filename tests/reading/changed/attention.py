@@ -430,7 +430,7 @@ VARIANTS = (
         "one linear for keys and values",
         EITHER,
         attention=OneLinearForKeysAndValues,
-        words=("held", "shared", "twice", "module"),
+        words=("held", "shared", "twice", "module", "packs two"),
         like=None,
     ),
     Case("flipped query heads", LEFT, attention=FlippedQueryHeads),
