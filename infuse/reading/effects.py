@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dis
-import inspect
 import re
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -85,8 +85,9 @@ def _constants(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def containers(layer: nn.Module) -> dict[str, Any]:
-    """Lists, dicts, sets, and what counts on, of the layer's files that its code names."""
-    named = ((name, function.__globals__.get(name)) for function in _reached(layer) for name in _names(function))
+    """Lists, dicts, sets, and what counts on, of the layer's files, or around its functions, that its code names."""
+    named = [(name, function.__globals__.get(name)) for function in _reached(layer) for name in _names(function)]
+    named += [pair for function in _reached(layer) for pair in _enclosed(function)]
     return {name: value for name, value in named if isinstance(value, (*_HOLD, Iterator)) and not callable(value)}
 
 
@@ -121,8 +122,15 @@ def _called(cls: type, function: FunctionType) -> list[FunctionType]:
         methods = _functions(getattr(cls, name, None)) if not hasattr(nn.Module, name) else []
         own = [each for each in _functions(function.__globals__.get(name)) if each.__module__ == function.__module__]
         found += [*methods, *own]
-    inside = inspect.getclosurevars(function).nonlocals.values() if function.__closure__ else ()
-    return found + [one for value in inside for one in _functions(value) if one.__module__ == function.__module__]
+    inside = [one for _, value in _enclosed(function) for one in _functions(value)]
+    return found + [one for one in inside if one.__module__ == function.__module__]
+
+
+def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names that a function has from the one around it, with their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a name that is bound later
+            yield name, cell.cell_contents
 
 
 def _found(function: FunctionType, code: CodeType) -> Iterator[str]:
@@ -152,6 +160,8 @@ def _reads(function: FunctionType, step: dis.Instruction) -> str:
     name = step.argval
     if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
         return f"keeps state: sets the global `{name}`"
+    if step.opname == "STORE_DEREF" and name in function.__code__.co_freevars:
+        return f"keeps state: sets `{name}` around it"
     if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
         return f"keeps state: sets `{name}`"
     if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

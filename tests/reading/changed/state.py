@@ -75,6 +75,23 @@ class InCountOfFile(Keeps):
         return next(COUNT)
 
 
+def _around(kept: list[int]) -> type:
+    calls = 0
+
+    class Around(Keeps):
+        def calls(self) -> int:
+            kept.append(1)
+            return len(kept)
+
+    class AroundAsNumber(Keeps):
+        def calls(self) -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+    return Around if kept else AroundAsNumber
+
+
 class AsksCacheForLayers(Layer):
     """Goes another way if the cache does not answer."""
 
@@ -188,6 +205,8 @@ VARIANTS = (
     Case("counts in a deque", LEFT, layer=InDeque, words=_KEPT, like=None),
     Case("counts in an iterator", LEFT, layer=InGenerator, words=_KEPT, like=None),
     Case("counts in a count of its file", LEFT, layer=InCountOfFile, words=("COUNT",), like=None),
+    Case("counts in a list around it", LEFT, layer=_around([1]), words=_KEPT, like=None),
+    Case("counts in a number around it", LEFT, layer=_around([]), words=("state", "calls"), like=None),
     Case("asks whether the cache has layers", LEFT, layer=AsksWhetherCacheHasLayers, words=WORDS["state"]),
     Case("statistics of batches", LEFT, layer=BatchStatistics, words=WORDS["state"], like=None),
     Case("asks for gradients", LEFT, layer=AsksForGradient, words=("requires_grad",)),
