@@ -465,10 +465,8 @@ def _holds_all_states(model: Any) -> bool:
 
 
 def _accepts_cache(model: Any) -> bool:
-    """Whether transformers lets `generate` pass the model a cache; it reads this from the preparation's signature."""
-    if is_librarys(prepare := model.prepare_inputs_for_generation):
-        return True
-    names = set(inspect.signature(prepare).parameters)
+    """Whether transformers lets `generate` pass the model a cache; it reads this from signatures."""
+    names = set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     if not names.isdisjoint({"kwargs", "model_kwargs"}):
         names |= set(inspect.signature(model.forward).parameters)
     return CACHE_NAME in names

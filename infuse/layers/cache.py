@@ -76,6 +76,13 @@ class KVCache(Cache):
             slot = self.more[index, part] = kind(*self._settings)
         return slot
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether layer `layer_idx`, or the last one with a state, has one. ValueError if it has none at any time."""
+        states = {index: slot for index, slot in enumerate(self.layers) if isinstance(slot, StateSlot)}
+        states |= {index: slot for (index, _), slot in self.more.items() if isinstance(slot, StateSlot)}
+        index = max(states, default=None) if layer_idx is None else layer_idx
+        return states[index].length > 0 if index in states else super().has_previous_state(layer_idx, state_idx)
+
     @property
     def slots(self) -> list[Slot]:
         return [*self.layers, *self.more.values()]

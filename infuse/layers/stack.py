@@ -139,7 +139,7 @@ class StackCall(OneCall):
         Steps are like x, what the embedding returned. Without an `embedding`, they begin with the blocks' input.
         """
         calls = [block._one_call for block in blocks]
-        if not blocks or any(type(call) is not StepCall for call in calls):
+        if not blocks or x_BTC.dtype not in DTYPES or any(type(call) is not StepCall for call in calls):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None

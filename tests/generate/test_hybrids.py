@@ -384,3 +384,53 @@ def test_whether_a_model_is_stateful_is_its_own_again() -> None:
     assert not module._is_stateful
     uninstall(module, [])
     assert module._is_stateful
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "qwen3_5"])
+def test_a_forward_that_does_not_name_the_cache(name: str, when: str) -> None:
+    """A user's wrapper around the model's forward: transformers then lets nobody else pass a cache."""
+
+    def wrapped(model: Any) -> Any:
+        forward, calls = model.forward, model.__dict__.setdefault("calls", [])
+
+        def hidden(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return forward(*args, **kwargs)
+
+        model.forward = hidden
+        return model
+
+    original = wrapped(made(name))
+    model = injected(wrapped(made(name))).module if when == "before" else wrapped(injected(made(name)).module)
+    ids = prompt(name, 2)["input_ids"]  # transformers refuses a mask, too
+    found, exact = (each.generate(ids, max_new_tokens=5, do_sample=False) for each in (model, original))
+    assert torch.equal(found, exact)
+    assert len(model.calls) == len(original.calls) == 5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "lfm2"])
+def test_models_that_are_cast_to_float64(name: str) -> None:
+    """The kernels have no float64: these steps are made without them."""
+    original, model = BY_NAME[name].make().double(), injected(BY_NAME[name].make()).module.double()
+    given = inputs(BY_NAME[name], batch=2, tokens=9, seed=3)
+    found, exact = (each.generate(**given, max_new_tokens=5, do_sample=False) for each in (model, original))
+    assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h", "mamba2"])
+def test_caches_say_whether_they_have_a_state(name: str) -> None:
+    """As transformers' cache, for the layers that it asks."""
+    original, model = made(name), injected(made(name)).module
+    settings: dict[str, Any] = dict(max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    theirs, ours = (each.generate(**prompt(name), **settings).past_key_values for each in (original, model))
+    assert isinstance(ours, KVCache)
+    assert ours.has_previous_state() is theirs.has_previous_state() is True
+    for index, slot in enumerate(ours.layers):
+        if isinstance(slot, StateSlot) or (index, "mamba") in ours.more:
+            assert ours.has_previous_state(index) is theirs.has_previous_state(index) is True
+        else:
+            with pytest.raises(ValueError, match="has_previous_state"):
+                ours.has_previous_state(index)
+    with pytest.raises(ValueError, match="has_previous_state"):
+        KVCache().has_previous_state()
