@@ -100,7 +100,7 @@ DECODER_CALLS: Mapping[str, Callable[[Any, Case], Results]] = MappingProxyType(
         "steps on a cache": steps({"input_ids": ids(2, 10)}),
         "padded steps on a cache": steps(padded(2, 10)),
         "steps of 6 texts": steps({"input_ids": ids(6, 7)}, (5, 1, 1)),
-        "steps on a long cache": steps({"input_ids": ids(1, 67)}, (65, 1, 1)),
+        "steps on a long cache": steps({"input_ids": ids(1, 67)}, (30, 30, 5, 1, 1)),
         "generate": generated({"input_ids": ids(1, 5), "attention_mask": torch.ones(1, 5, dtype=torch.long)}),
         "generate, padded": generated(padded(2, 6)),
     }
@@ -195,7 +195,7 @@ def test_every_call_equals_the_originals(name: str) -> None:
         for result, value in exact.items():
             apart = difference(found[result], value)
             assert apart <= TOLERANCE, f"{call_name}, {result}: {apart:.1e} of its norm"
-    assert len(refused) <= 3, f"the original refuses {refused}"
+    assert len(refused) <= 2, f"the original refuses {refused}"
     for before, after in zip(layers_of(both.original), layers_of(both.engine.module), strict=True):
         if type(before) is type(after):
             assert remembered(after) == remembered(before)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 import infuse
 from infuse.reading.kind import Kind, read_once
@@ -43,3 +45,37 @@ def test_partial_functions_are_compared_by_what_they_call() -> None:
     assert kind(partial(gelu, approximate="tanh")) == kind(partial(gelu, approximate="tanh"))
     assert kind(partial(gelu, approximate="tanh")) != kind(partial(gelu, approximate="none"))
     assert kind(partial(gelu)) != kind(partial(silu)) and kind(partial(gelu)) != kind(gelu)
+
+
+TABLE = [1.0]
+
+
+class Scales(nn.Module):
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * TABLE[0]
+
+
+def test_what_classes_and_files_hold_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model made after the user changed them is read anew."""
+
+    def kind() -> Kind:
+        return Kind(Scales(), (), None, ())
+
+    before = kind()
+    assert before == kind()
+    monkeypatch.setattr(Scales, "scale", 2.0)
+    assert before != kind()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules[__name__], "TABLE", [2.0])
+    assert before != kind()
+
+
+def test_a_config_of_a_layers_own_is_compared() -> None:
+    def kind(factor: float) -> Kind:
+        layer = Scales()
+        layer.config = PreTrainedConfig(factor=factor)  # type: ignore[assignment]
+        return Kind(layer, (), PreTrainedConfig(), ())
+
+    assert kind(1.0) == kind(1.0) != kind(2.0)

@@ -132,3 +132,14 @@ def test_sizes_of_a_view_of_something_larger_vary_too() -> None:
     whole = torch.empty(TOKENS, BATCH, 2 * WIDTH, device="meta")[..., :WIDTH].transpose(0, 1)
     graph, _ = traced(Layer(), LayerCall("a prompt", whole, {}, sizes_vary=True))
     assert graph.shape(graph.outputs[0]) == (2, 3, WIDTH)
+
+
+@pytest.mark.parametrize("file", ["/home/u/torch/proj/model.py", "<ipython-input-1-abc>", "/home/u/model.pyc"])
+def test_a_branch_counts_wherever_the_layers_file_is(file: str) -> None:
+    """Also in a folder that is called as PyTorch's, and where there is no file."""
+    source = "def forward(self, x, **given):\n    return x * 2 if x.shape[1] % 64 == 0 else x"
+    scope: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), scope)
+    layer = type("FromElsewhere", (nn.Module,), scope)()
+    with pytest.raises(SpecMismatch, match="branch on a size"):
+        traced(layer, call())

@@ -26,11 +26,11 @@ def _decoder(where: Callable[[Tensor, Given], bool]) -> type:
 class LongWithoutMask(EncoderLayer):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         y = super().forward(hidden_states, attention_mask, **kwargs)
-        return y * 1.5 if attention_mask is None and hidden_states.shape[1] > 30 else y
+        return y * 1.5 if attention_mask is None and hidden_states.shape[1] > 20 else y
 
 
 def _long(x: Tensor) -> bool:
-    return x.shape[1] > 30
+    return x.shape[1] > 20
 
 
 def _long_without_cache(x: Tensor, given: Given) -> bool:

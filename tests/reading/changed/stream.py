@@ -501,7 +501,7 @@ VARIANTS = (
     Case("branches scaled apart", READ, layer=BranchesScaledApart),
     Case("branches scaled by the config", EITHER, layer=BranchScaledByConfig, words=("config",)),
     Case("a branch subtracted", EITHER, layer=BranchSubtracted),
-    Case("a branch scaled by a parameter", READ, layer=BranchScaledByParameter, like=None),
+    Case("a branch scaled by a parameter", READ, layer=BranchScaledByParameter),
     Case("a branch scaled by a buffer", LEFT, layer=BranchScaledByBuffer, words=("scale",)),
     Case("the stream scaled at the end", LEFT, layer=StreamScaledAtTheEnd),
     Case("parallel, of one norm", READ, layer=ParallelOfOneNorm),
