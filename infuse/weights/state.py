@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -45,6 +45,13 @@ class Original:
     dtype: torch.dtype
     bodies: Mapping[str, str]
     dequantized: WeakValueDictionary[int, Tensor] | None = None
+    _given: WeakValueDictionary[str, Tensor] = field(default_factory=WeakValueDictionary, init=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_given"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _given=WeakValueDictionary())
 
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
         """State-dict hook: replace our tensors in `state` with the original's."""
@@ -61,7 +68,21 @@ class Original:
                 else:
                     parts.setdefault(name, []).append((fill.rows[0].start, tensor.t() if fill.transposed else tensor))
                     made[name] = _joined(parts[name], transposed=fill.transposed)
-        state.update({prefix + name: made[name] for name in self.shapes if name in made})
+        state.update({prefix + name: self._on_its_own(name, made[name]) for name in self.shapes if name in made})
+
+    def _on_its_own(self, name: str, tensor: Tensor) -> Tensor:
+        """Give a piece of a merged matrix a storage of its own over the same memory.
+
+        Libraries take tensors of one storage for one tensor: accelerate and safetensors' `save_model` drop all but one.
+        A module that is held in several places gives the same storage in each.
+        """
+        if tensor.requires_grad or tensor.is_meta or type(tensor) is not Tensor:
+            return tensor
+        given = self._given.get(name)
+        if given is not None and _is_same_memory(given, tensor):
+            return given.detach()
+        self._given[name] = own = _with_own_storage(tensor)
+        return own
 
     def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
         """Pop the target of `fill` from `state`; None if another module has replaced the one that held it."""
@@ -152,6 +173,21 @@ class Original:
                 "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`; as many ranks "
                 "load it with checkpoint=FOLDER"
             )
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return alike and one.data_ptr() == other.data_ptr() and one.device == other.device
+
+
+@torch.no_grad()
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory whose storage covers it alone; writes still count in the whole's version."""
+    whole, begin = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    if whole.nbytes() == tensor.nbytes or not tensor.is_contiguous():
+        return tensor
+    piece = tensor.new_empty(0) if tensor.is_inference() else tensor[:]
+    return piece.set_(whole[begin : begin + tensor.nbytes], 0, tensor.shape, tensor.stride())
 
 
 def _joined(parts: list[tuple[int, Tensor]], *, transposed: bool) -> Tensor:

@@ -5,6 +5,7 @@ without infuse.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import accelerate
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 import infuse
@@ -46,6 +48,15 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 2
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+def by_storage(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of tensors of one storage, which libraries take for tied ones."""
+    storages: dict[tuple[int, int], list[str]] = {}
+    for name, tensor in state.items():
+        storage = tensor.untyped_storage()
+        storages.setdefault((storage.data_ptr(), storage.nbytes()), []).append(name)
+    return list(storages.values())
+
+
 @pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> None:
     """Names in their order, shapes and bits; tied tensors share their memory as they did; every tensor is contiguous.
@@ -57,10 +68,7 @@ def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> No
     assert list(found) == list(wanted)
     assert all(torch.equal(found[key], wanted[key]) and found[key].is_contiguous() for key in wanted)
 
-    def tied(state: dict[str, Tensor]) -> list[list[str]]:
-        return [[b for b in state if state[a].data_ptr() == state[b].data_ptr()] for a in state]
-
-    assert tied(dict(found)) == tied(dict(wanted))
+    assert by_storage(found) == by_storage(wanted)
 
     engine.module.save_pretrained(tmp_path)
     again, info = family.model.from_pretrained(tmp_path, output_loading_info=True)
@@ -77,6 +85,47 @@ def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> No
     result = engine.module.load_state_dict(other.state_dict())
     assert not result.missing_keys and not result.unexpected_keys
     assert_close(outputs(engine.module, family), outputs(other, family))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "mixtral", "bert"])
+def test_libraries_that_look_at_storages_save_every_tensor(name: str, tmp_path: Path) -> None:
+    """accelerate and safetensors leave out tensors that share a storage with another."""
+    model, wanted = replaced(name).module, original(name).state_dict()
+    accelerate.Accelerator().save_model(model, str(tmp_path / "accelerate"))
+    save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    for saved in (
+        load_file(tmp_path / "accelerate" / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+        torch.load(tmp_path / "state.pt"),
+    ):
+        again = BY_NAME[name].make()
+        with torch.no_grad():
+            for tensor in again.parameters():
+                tensor.zero_()
+        result = again.load_state_dict(saved, strict=False)
+        assert set(result.missing_keys) <= {key for group in by_storage(wanted) if len(group) > 1 for key in group}
+        found = again.state_dict()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_what_is_written_into_a_state_dict_reaches_the_model_and_its_version() -> None:
+    """Also of a piece of a merged matrix; caches of computed values ask the whole for its version."""
+    model = replaced("llama").module
+    state = model.state_dict()
+    state["model.layers.0.self_attn.k_proj.weight"].zero_()
+    [weight] = [
+        module._parameters["weight"] for name, module in model.model.layers[0].named_modules() if name.endswith("qkv")
+    ]
+    version = weight._version
+    state["model.layers.0.self_attn.v_proj.weight"].mul_(2)
+    assert weight._version == version + 1
+    changed = original("llama")
+    with torch.no_grad():
+        changed.model.layers[0].self_attn.k_proj.weight.zero_()
+        changed.model.layers[0].self_attn.v_proj.weight.mul_(2)
+    family = BY_NAME["llama"]
+    assert_close(outputs(model, family), outputs(changed, family))
 
 
 @pytest.mark.parametrize(("name", "format"), FAMILIES_AND_FORMATS)
