@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
 from infuse.architectures.experts import experts_in
+from infuse.architectures.packing import Fill
+from infuse.architectures.part import named
 from infuse.layers.block import Block
 from infuse.layers.contract import ignored_by
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
+from infuse.layers.linear import TransposedLinear
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
+from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:
-    """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
+    """Give `new` the attributes, hooks, requires_grad and, for a block and a Conv1D, the class of `old`.
 
     transformers records hidden states, attentions and router logits by the class of layers, attention modules and
     routers, so those of a block must be instances of the classes that they replace. Models also read attributes such as
@@ -26,6 +30,8 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
     """
     _take_over(new, old)
     require_grad(new, old)
+    if isinstance(new, TransposedLinear):
+        _mix_in(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
         _settle(new, old)
@@ -46,10 +52,33 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
 
 def _parts(new: Block, old: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """The mixers and routers of a block, each with the modules of the layer that it replaces."""
-    replaced = {name: mixer.replaces for name, mixer in new.shape.mixers.items()}
-    replaced |= {part: (path,) for part, path in new.shape.recorded.items()}
-    for part, paths in replaced.items():
+    for part, paths in stands_for(new).items():
         yield new.get_submodule(part), [old.get_submodule(path) for path in paths]
+
+
+def stands_for(new: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Path of each mixer and router of a block → the paths of those that it replaces; empty for other modules."""
+    if not isinstance(new, Block):
+        return {}
+    replaced = {name: mixer.replaces for name, mixer in new.shape.mixers.items()}
+    return replaced | {part: (path,) for part, path in new.shape.recorded.items()}
+
+
+def remember(new: nn.Module, old: nn.Module, whole: str, fills: Iterable[Fill], *, is_layer: bool) -> None:
+    """Let each part of `new`, which replaces `old` at `whole`, tell what became of the modules and tensors that the
+    module in its place had.
+    """
+    sources = tuple(dict.fromkeys(source for fill in fills for source in fill.sources))
+    kept_by, places = KEEPS_LAYERS if is_layer else ASK_BEFORE, stands_for(new)
+    modules = dict(old.named_modules(remove_duplicate=False))
+    for place, part in new.named_modules():
+        names: dict[str, str] = {}
+        for path in (place, *places.get(place, ())):
+            if (stood := modules.get(path)) is not None:
+                held = (*stood._modules, *stood._parameters, *stood._buffers)
+                names |= {name: named(path, name) for name in held}
+        if names and isinstance(part, Settled):
+            part._replaced = Replaced(whole, type(old).__name__, names, sources, kept_by)
 
 
 def _lead_inwards(part: nn.Module, name: str, paths: tuple[str, ...]) -> None:

@@ -74,9 +74,13 @@ class Making:
     adopt: Callable[[nn.Module, nn.Module, nn.Module, str], None]
 
     def empty(self, step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
-        """Build the module of `step` on meta. Embeddings return `dtype`; `group`: the ranks that share the module."""
+        """Build the module of `step` on meta, for a model in `dtype`. `group`: the ranks that share the module."""
         with torch.device("meta"):
-            return self.build(step, dtype, group)
+            made = self.build(step, dtype, group)
+        for module in made.modules():
+            if isinstance(module, Quantized):
+                module.dtype = dtype
+        return made
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,13 @@ def rank_part(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     shape = step.shape
     assert isinstance(shape, SplitShape), step
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
+    turned = {fill.target for fill in step.fills if fill.transposed}
     for matrix in shape.matrices:
         combined = group.dense.adds(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
         format, ordered = formats.get(matrix.weight), matrix.weight in step.ordered
         owner, leaf = _place(root, matrix.target)
-        made = make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined, ordered=ordered)
+        sizes, transposed = (matrix.inputs, matrix.outputs), matrix.weight in turned
+        made = make_linear(*sizes, matrix.bias, format, bodies, combined, ordered=ordered, transposed=transposed)
         owner.add_module(leaf, made)
     for table in shape.tables:
         owner, leaf = _place(root, table.path)
@@ -98,7 +100,8 @@ def linear(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     assert isinstance(shape, LinearShape), step
     joined = group.dense.joins(shape.widths, step.path) if shape.widths else None
     format, ordered = step.formats.get("weight"), "weight" in step.ordered
-    return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined, ordered=ordered)
+    sizes, bodies, transposed = (shape.inputs, shape.outputs), dict(step.bodies), shape.transposed
+    return make_linear(*sizes, shape.bias, format, bodies, joined, ordered=ordered, transposed=transposed)
 
 
 def experts(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from infuse.apply.adopt import adopt
+from infuse.apply.adopt import adopt, remember
 from infuse.apply.build import Builder, Made
 from infuse.architectures.adapters import merging_refused
 from infuse.architectures.split import SplitShape
@@ -71,6 +71,7 @@ class Swaps:
             if step.is_layer:
                 self.made[step.path] = new
         self._keep_names(step, new, old)
+        remember(new, old, step.path, step.fills, is_layer=step.is_layer)
         for owner, name in self._places.get(id(old), ()):
             if owner._modules[name] is old:
                 self._source.put(owner._modules, name, new)

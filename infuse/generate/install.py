@@ -41,10 +41,10 @@ from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
 from infuse.layers.block import Block
 from infuse.layers.cache import OF_NOTHING, KVCache, first_counts, tokens_in
-from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
 from infuse.layers.linear import has_global_hooks
 from infuse.layers.mixer import Mixer
+from infuse.layers.model_methods import answer_for_replaced
 from infuse.layers.named_attention import names_ours
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.parallel.group import LOCAL, Group
@@ -154,7 +154,7 @@ def install(
     if caches:
         install_pair(module)
     install_continuous(module)
-    fix_vocabulary(module)
+    answer_for_replaced(module)
     handles = []
     if graphs is not None and graphs.forward and (place := _place_of_time_step(module)) is not None:
         handles.append(module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.plain import EmbeddingShape
-from infuse.errors import UnsupportedCall
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Linear, Quantized
 from infuse.layers.native_part import NONE, NativePart, PartWriter
@@ -50,45 +47,6 @@ class QuantizedEmbedding(Quantized, NativePart):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
-
-
-def fix_vocabulary(module: nn.Module) -> None:
-    """Make models in `module` refuse to resize a quantized or split head or table, before they change anything.
-
-    tie_weights keeps a quantized table and head.
-    """
-    model: Any
-    for model in module.modules():
-        if not hasattr(model, "resize_token_embeddings"):
-            continue
-        try:
-            ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        except (AttributeError, NotImplementedError):  # a model without tokens
-            continue
-        why = [f"quantized ({end.format})" for end in ends if isinstance(end, Quantized)]
-        if any(isinstance(end, (RankEmbedding, Linear)) and end._combine is not None for end in ends):
-            why.append("split over ranks")
-        if why:
-            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], why[0])
-        if all(isinstance(end, Quantized) for end in ends):
-            model.tie_weights = partial(_tie_weights, model)
-
-
-def _tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace tie_weights, which lm-eval calls and which expects parameters: quantized ends are already tied."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if not all(isinstance(end, Quantized) for end in ends):
-        type(model).tie_weights(model, *args, **kwargs)
-
-
-def _refuse_resizing(table: Any, why: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
-    """Replace resize_token_embeddings of a model with a fixed vocabulary: accept only the current size."""
-    if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
-        return table
-    raise UnsupportedCall(
-        f"resize_token_embeddings({new_num_tokens}): the head of this model, for {table.num_embeddings} tokens, "
-        f"is {why} and keeps its size; resize the original model, then call init_inference"
-    )
 
 
 class RankEmbedding(InferenceModule):

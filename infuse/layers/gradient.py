@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from infuse.errors import UnsupportedCall
+from infuse.layers.replaced import Replaced, WasReplaced
 
 PLAIN = (bool, int, float, str)
+_HELD = ("_parameters", "_buffers", "_modules")
 _INSTEAD = "train an unreplaced copy of the model, adapters included, and call init_inference on it after training"
 
 _REFUSED = f"{{}} was replaced by infuse, which computes no gradients; {_INSTEAD}"
@@ -25,10 +27,28 @@ class Settled(nn.Module):
     """A module that refuses new values for attributes that were read when it was built.
 
     `settled`: names of such attributes of the original, e.g. `top_k`. Assigning another value raises UnsupportedCall,
-    because nothing would read it.
+    because nothing would read it. `_replaced` tells what stood in its place.
     """
 
     settled: frozenset[str] = frozenset()
+    _replaced: Replaced | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """As nn.Module's, which takes as long. The error says where the modules of a replaced layer went."""
+        own = self.__dict__
+        for kind in _HELD:
+            held = own.get(kind)
+            if held is not None and name in held:
+                return held[name]
+        text, replaced = f"{type(self).__name__!r} object has no attribute {name!r}", self._replaced
+        if replaced is not None and name in replaced.names:
+            raise WasReplaced(f"{text}: {replaced.told(name)}")
+        raise AttributeError(text)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raise TypeError: what was a list may be one no more."""
+        text, replaced, name = f"{type(self).__name__!r} object is not subscriptable", self._replaced, str(index)
+        raise TypeError(f"{text}: {replaced.told(name)}" if replaced and name in replaced.names else text)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.settled:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from infuse.layers.dequantized_weight import DequantizedWeight
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import Linear, QuantizedLinear, direct
 from infuse.layers.native_part import NativePart, PartWriter, decline_if
@@ -54,9 +55,24 @@ class JoinedLinear(InferenceModule, NativePart):
 
     @property
     def weight(self) -> Tensor:
-        """The first part's weight, for code that asks for its device or dtype."""
-        first: Any = self._modules["0"]
-        return first.weight
+        """The merged matrix. Each use of it joins its parts, and writes to it raise."""
+        parts: Any = self._modules.values()
+        first, shape = next(iter(parts)).weight, (self.out_features, self.in_features)
+        return DequantizedWeight.of(shape, first.dtype, first.device, self._joined, "a weight in several formats")
+
+    def _joined(self) -> Tensor:
+        parts: Any = self._modules.values()
+        made = [part.weight.clone() for part in parts]
+        pieces = [(start, w[at]) for w, of in zip(made, self.rows, strict=True) for start, at in _places(of)]
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda place: place[0])])
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _places(rows: Sequence[Range]) -> Iterator[tuple[int, slice]]:
+    """For each range of rows in the merged matrix: its start, and the rows of the part that hold it."""
+    first = 0
+    for start, stop in rows:
+        yield start, slice(first, first + stop - start)
+        first += stop - start

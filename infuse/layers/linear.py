@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
+from infuse.layers.dequantized_weight import Reading
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.native_part import NONE, NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm
@@ -99,19 +100,26 @@ def make_linear(
     combine: Combine | None = None,
     *,
     ordered: bool = False,
-) -> Linear | QuantizedLinear:
+    transposed: bool = False,
+) -> Linear | TransposedLinear | QuantizedLinear:
     """Make an empty linear layer in the quantization format `format`; None keeps the compute dtype.
 
     `inputs` and `outputs` are this rank's sizes. `combine` turns the rank's result into that of the whole layer.
-    `ordered`: the columns of its codes are in another order than the inputs.
+    `ordered`: the columns of its codes are in another order than the inputs. `transposed`: it replaces a Conv1D.
     """
-    if format is None:
-        return Linear(inputs, outputs, bias, bodies, combine)
-    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered)
+    if format is not None:
+        return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered, transposed=transposed)
+    return (TransposedLinear if transposed else Linear)(inputs, outputs, bias, bodies, combine)
 
 
 class Quantized(InferenceModule):
-    """A quantized weight `shape` = (rows, columns), in the layout of the body that `op` has in `bodies`."""
+    """A quantized weight `shape` = (rows, columns), in the layout of the body that `op` has in `bodies`.
+
+    `dtype` is that of the original's weight in the model, and of `weight`.
+    """
+
+    dtype: torch.dtype = torch.float32
+    _transposed = False  # whether the original's weight is [columns, rows]
 
     def __init__(self, op: ops.Op, bodies: Mapping[str, str], shape: tuple[int, int], format: str):
         super().__init__()
@@ -121,6 +129,7 @@ class Quantized(InferenceModule):
             self.register_buffer(name, None)
         self._chosen, self._reference = op.bound(bodies.get(op.name, ops.REFERENCE)), op.bound(ops.REFERENCE)
         self._body, self.prepared = self._chosen, True
+        self._reading = Reading()
 
     @property
     def part_rows(self) -> int | None:
@@ -147,6 +156,7 @@ class Quantized(InferenceModule):
         """Share the weight of `other`, which has the same shape, format and layout."""
         assert (other._sizes[:2], other.format) == (self._sizes[:2], self.format)
         self._take(other.tensors, other.prepared)
+        self._reading = other._reading
 
     def _take(self, tensors: Mapping[str, Tensor], prepared: bool) -> None:
         self._buffers.update(tensors)
@@ -178,31 +188,46 @@ class Quantized(InferenceModule):
             else:
                 to.put(**{field: NONE})
 
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The values [rows, columns] that the codes stand for, in the order of the original's columns."""
+        weight = self.held()
+        return weight.format.dequantize(weight, dtype)
+
     @property
     def weight(self) -> Tensor:
-        """The quantized data, for code that asks for its device. T5 casts its input to this dtype unless it is int8."""
-        return self.listed()[0].view(torch.int8)
+        """The original's weight: its shape, dtype and values. Each use of it dequantizes, and writes to it raise."""
+        codes: Any = self._buffers[self._names[0]]
+        rows, columns = self._sizes[:2]
+        if self._transposed:
+            shape, values = (columns, rows), self._turned
+        else:
+            shape, values = (rows, columns), self.dequantized
+        return self._reading.weight(shape, self.dtype, codes.device, values, self.format)
+
+    def _turned(self, dtype: torch.dtype) -> Tensor:
+        return self.dequantized(dtype).t().contiguous()
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        if value.data_ptr() != self.listed()[0].data_ptr():  # PEFT's unload() assigns the present weight
+        if value is not self.weight:  # PEFT's unload() assigns the present weight
             raise UnsupportedCall(
-                f"a weight quantized in {self.format} cannot be replaced: do so before init_inference"
+                f"a weight quantized in {self.format} cannot be replaced: do so before init_inference, or load new "
+                "values by load_state_dict, which quantizes them"
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # nn.Module would register a parameter of this name
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
-class Linear(InferenceModule, NativePart, nn.Linear):
-    """x @ weight.T + bias. A subclass of nn.Linear for code that searches for one."""
 
-    struct, is_ordered = "linear", False
+class _PlainProduct(InferenceModule):
+    """x @ weight.T + bias, for a weight that is held as [out, in]."""
 
-    def __init__(
-        self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
-    ):
-        super().__init__(inputs, outputs, bias, device="meta")
-        self.requires_grad_(False)
-        self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
-        self._combine = combine
+    is_ordered = False
+    _body: Any
+    _combine: Combine | None
 
     def arguments(self) -> tuple:
         """The op's arguments after x: weight and bias, before those of ops.linear.Fusion."""
@@ -212,20 +237,69 @@ class Linear(InferenceModule, NativePart, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
-            return F.linear(x, self.weight, self.bias) if self._combine is None else unrecorded(Linear.forward, self, x)
+            if self._combine is None:
+                return F.linear(x, *self.arguments())
+            return unrecorded(_PlainProduct.forward, self, x)
         if autocast.is_any_on() and autocast.dtype_for(x) is not None:
-            y = F.linear(x, self.weight, self.bias)
+            y = F.linear(x, *self.arguments())
         else:
             y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
+
+
+class Linear(_PlainProduct, NativePart, nn.Linear):
+    """x @ weight.T + bias. A subclass of nn.Linear for code that searches for one."""
+
+    struct = "linear"
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
+    ):
+        super().__init__(inputs, outputs, bias, device="meta")
+        self.requires_grad_(False)
+        self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
+        self._combine = combine
 
     def native(self, to: PartWriter) -> None:
         decline_if({"ranks share a product": self._combine is not None})
         to.plain_matrix(self.out_features)
 
 
+class TransposedLinear(_PlainProduct):
+    """x @ weight + bias in the place of transformers' Conv1D, whose class it also gets. `weight` is [in, out].
+
+    `weight` is a view: the parameter of that name is held as [out, in], as kernels read it.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
+    ):
+        super().__init__()
+        self._parameters["weight"] = nn.Parameter(torch.empty(outputs, inputs, device="meta"), requires_grad=False)
+        empty = torch.empty(outputs, device="meta")
+        self.register_parameter("bias", nn.Parameter(empty, requires_grad=False) if bias else None)
+        self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
+        self._combine = combine
+
+    @property
+    def weight(self) -> Tensor:
+        """The original's weight [in, out]; writes to it count."""
+        held: Any = self._parameters["weight"]
+        return held.t()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            turned = value.detach().t().contiguous()
+            self._parameters[name] = nn.Parameter(turned, requires_grad=value.requires_grad)
+        else:
+            super().__setattr__(name, value)
+
+
 class QuantizedLinear(Quantized, NativePart):
-    """x @ dequantize(buffers).T + bias; if `ordered`, x[..., order] @ dequantize(buffers).T + bias."""
+    """x @ dequantize(buffers).T + bias; if `ordered`, x[..., order] @ dequantize(buffers).T + bias.
+
+    `transposed`: it replaces transformers' Conv1D, so that `weight` is [in, out].
+    """
 
     struct = "linear"
     bias: nn.Parameter | None
@@ -240,8 +314,10 @@ class QuantizedLinear(Quantized, NativePart):
         combine: Combine | None = None,
         *,
         ordered: bool = False,
+        transposed: bool = False,
     ):
         super().__init__(ops.quantized_linear, bodies, (outputs, inputs), format)
+        self._transposed = transposed
         self.in_features, self.out_features, self._combine, self.is_ordered = inputs, outputs, combine, ordered
         if ordered:
             self.register_buffer("order", None)
@@ -258,6 +334,13 @@ class QuantizedLinear(Quantized, NativePart):
         if self.is_ordered:
             self._buffers["order"] = other._buffers["order"]
 
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        values = super().dequantized(dtype)
+        if not self.is_ordered:
+            return values
+        order: Any = self._buffers["order"]
+        return values.index_select(1, order.argsort())
+
     def arguments(self) -> tuple:
         held, names = self._buffers, self._names
         # Most formats have two buffers. A comprehension takes 0.1 us more in each of some hundred calls of a step.
@@ -267,7 +350,7 @@ class QuantizedLinear(Quantized, NativePart):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):
             return unrecorded(QuantizedLinear.forward, self, x)
-        if not x.dtype.is_floating_point:  # as from code that casts to `weight.dtype`, that of the codes
+        if not x.dtype.is_floating_point:  # kernels read floating numbers alone
             raise UnsupportedCall(f"a product by a weight in {self.format} was given {x.dtype}; give floating numbers")
         dtype = autocast.dtype_for(x) if autocast.is_any_on() else None
         if dtype is not None and self.bias is not None:

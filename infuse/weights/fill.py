@@ -286,7 +286,7 @@ def saved_tensors(
             if fill.ordered:
                 wanted[named(at, ORDER)] = Wanted((inputs,), torch.int32, None)
         elif leaf in place._parameters:
-            wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), plain, fill.cut)
+            wanted[named(at, leaf)] = Wanted(tuple(place._parameters[leaf].shape), plain, fill.cut)
         elif _is_saved_buffer(place, leaf):
             buffer = place.get_buffer(leaf)
             kind = None if buffer.is_floating_point() else buffer.dtype

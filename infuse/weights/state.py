@@ -103,13 +103,8 @@ class Original:
         address = next(place.buffers(recurse=False)).data_ptr()
         value = self.dequantized.get(address)
         if value is None:
-            value = self.dequantized[address] = self._values(place)
+            value = self.dequantized[address] = place.dequantized(self.dtype)
         return value
-
-    def _values(self, place: Any) -> Tensor:
-        weight = place.held()
-        values, order = weight.format.dequantize(weight, self.dtype), place._buffers.get(ORDER)
-        return values if order is None else values.index_select(1, order.argsort())
 
     @torch.no_grad()
     def load(
@@ -135,9 +130,10 @@ class Original:
         self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, tensors: Mapping[str, Tensor]
     ) -> None:
         """Put the target of `fill` into `state`; sources missing from `tensors` keep the module's current values."""
-        place, _ = place_of(module, fill.target)
+        place, leaf = place_of(module, fill.target)
         if any(name not in tensors for name in fill.sources):
-            target = module.get_parameter(fill.target) if fill.format is None else self._values(place)
+            plain = fill.format is None
+            target = place._parameters[leaf] if plain else place.dequantized(self.dtype)
             tensors = {**source_tensors(fill, target, self.shapes), **tensors}
         if fill.format is None:
             state[prefix + fill.target] = filled(fill, _in_memory(tensors, None), None)

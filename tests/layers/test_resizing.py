@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 
 import infuse
 from tests.models.families import BY_NAME
@@ -74,3 +75,47 @@ def test_a_vocabulary_that_ranks_share_keeps_its_size(name: str, ranks: Ranks) -
     """A head of which a rank holds some rows used to get random ones for the others."""
     for told, unchanged in ranks.run(2, resized_on_rank, name):
         assert "for 96 tokens, is split over ranks and keeps its size" in told and unchanged
+
+
+def tied_layers() -> Any:
+    """DiffusionGemma: the encoder's text layers are the decoder's, tied by patterns of names."""
+    experts = dict(num_experts=4, moe_intermediate_size=16, top_k_experts=2, sliding_window=5)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, global_head_dim=12)
+    text = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, vocab_size=96, pad_token_id=0)
+    text |= dict(layer_types=["sliding_attention", "full_attention"]) | experts | heads
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    vision |= dict(num_key_value_heads=2, position_embedding_size=16, patch_size=4)
+    torch.manual_seed(0)
+    return t.DiffusionGemmaForBlockDiffusion(t.DiffusionGemmaConfig(text_config=text, vision_config=vision)).eval()
+
+
+@torch.no_grad()
+def canvas_logits(model: Any) -> torch.Tensor:
+    return model(input_ids=PROMPT, decoder_input_ids=PROMPT + 1).logits
+
+
+def tensors_of(model: Any) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16", "int4:16"])
+def test_layers_that_are_tied_to_each_other_stay_so(quant: str | None) -> None:
+    """Their experts are gone by the names by which transformers ties them."""
+    settings = dict(dtype=torch.float32, verify="off", progress=False, quant=quant)
+    model = infuse.init_inference(tied_layers(), **settings).module
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        wanted, before = canvas_logits(each), tensors_of(each)
+        each.tie_weights()
+        each.model.tie_weights()
+        each.init_weights()
+        assert all(torch.equal(one, other) for one, other in zip(tensors_of(each), before, strict=True))
+        assert torch.equal(canvas_logits(each), wanted)
+    if quant is None:
+        original = tied_layers()
+        for each in (model, original):
+            torch.manual_seed(0)
+            each.resize_token_embeddings(100)
+        torch.testing.assert_close(canvas_logits(model), canvas_logits(original), rtol=1e-4, atol=1e-4)
+        assert canvas_logits(model).shape[-1] == 100
+        decoder, encoder = model.model.decoder, model.model.encoder.language_model
+        assert decoder.norm.weight is encoder.norm.weight, "what has its name is tied again"
