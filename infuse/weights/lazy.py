@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -145,11 +146,24 @@ def live(module: nn.Module) -> Lookup:
     return lambda name: InMemory(tensor_at(module, name))
 
 
+class Composite(ABC):
+    """A LazyTensor that is made of others."""
+
+    @property
+    @abstractmethod
+    def made_of(self) -> Iterable[LazyTensor]:
+        """The tensors that are read for its values."""
+
+
 @dataclass(frozen=True)
-class Rearranged:
+class Rearranged(Composite):
     """What is made of `source`: without codes, and in its shape and dtype unless a subclass says otherwise."""
 
     source: LazyTensor
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return (self.source,)
 
     @property
     def shape(self) -> Shape:
@@ -221,7 +235,7 @@ class Flat(Rearranged):
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(Composite):
     """Spans of `sources`, one after another along `axis` (of a matrix: 0 outputs, 1 inputs)."""
 
     sources: Mapping[int, LazyTensor]
@@ -239,6 +253,10 @@ class Joined:
         like = sources[spans[0].source if spans else next(iter(sources))]
         length = sum(span.length for span in spans)
         return cls(sources, spans, axis, (*like.shape[:axis], length, *like.shape[axis + 1 :]), like.dtype)
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return self.sources.values()
 
     def read(self, part: Slices = ()) -> Tensor:
         pieces = self.pieces(part)
@@ -293,10 +311,14 @@ def _columns(buffer: Buffer, spans: Sequence[Span]) -> list[Span] | None:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Composite):
     """Tensors of one shape and dtype, stacked along a new first axis."""
 
     sources: Sequence[LazyTensor]
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return self.sources
 
     @property
     def shape(self) -> Shape:

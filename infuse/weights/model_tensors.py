@@ -14,10 +14,10 @@ from infuse.architectures.plain import linear_shape
 from infuse.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint, in_words, same_values
 from infuse.weights.foreign import Recognised, Unread, recognised
-from infuse.weights.foreign.merged import Merged
 from infuse.weights.lazy import LazyTensor, Transposed
 from infuse.weights.names import Naming, held
 from infuse.weights.pieces import Packed
+from infuse.weights.plain_values import without_codes
 from infuse.weights.saved_shards import SavedShards
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
@@ -97,11 +97,9 @@ def model_tensors(
     if not checkpoint.told:
         faults.misshaped += [f"{name}: several files have it, with other values" for name in matching.drifted]
     faults.raise_any(checkpoint.form, checkpoint.hint if isinstance(checkpoint, Checkpoint) else None)
-    notes = [*_forms(checkpoint), *checkpoint.notes] if isinstance(checkpoint, Checkpoint) else []
-    ordered = [name for name, tensor in foreign.tensors.items() if isinstance(tensor, Merged) and tensor.has_orders]
-    if ordered:
-        what = f"{len(ordered)} tensors of experts are stored in act-order and become plain values"
-        notes.append(f"{what}, e.g. {ordered[0]}: each expert has an order of its own")
+    notes: list[str] = []
+    if isinstance(checkpoint, Checkpoint):
+        notes = [*_forms(checkpoint), *checkpoint.notes, *without_codes(matching.tensors)]
     if harmless:
         what = f"the checkpoint has {len(harmless)} tensors that the model has no place for"
         notes.append(f"{what}: {', '.join(harmless)}")

@@ -8,7 +8,8 @@ A form is one file and one entry in FORMS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from infuse.weights.coded.quanto import quanto
 from infuse.weights.coded.settings import METHODS, Settings, find_settings
 from infuse.weights.coded.torchao import torchao
 from infuse.weights.lazy import FileTensor, LazyTensor
+from infuse.weights.plain_values import dequantized
 
 FORMS: tuple[Form, ...] = (gptq, awq, compressed, fp8, modelopt, bitsandbytes, torchao, quanto)
 
@@ -81,6 +83,7 @@ def decoded_as(what: str, tensors: Mapping[str, FileTensor], settings: Settings 
         for result in results
         for note, names in result.notes.items()
     ]
+    notes += _dequantized(results, tensors)
     if settings is not None and not made and settings.method not in _FOREIGN:
         what = "but no tensor is stored in it"
         if settings.method not in METHODS:
@@ -89,6 +92,35 @@ def decoded_as(what: str, tensors: Mapping[str, FileTensor], settings: Settings 
     every = {name: tensor for result in results for name, tensor in result.tensors.items()}
     used = frozenset().union(*(result.used for result in results))
     return Decoded(every, made, used, tuple(notes), _hint(raw))
+
+
+def _dequantized(results: Iterable[Found], files: Mapping[str, FileTensor]) -> Iterator[str]:
+    """Yield a note for each reason why matrices become plain values."""
+    for result in results:
+        if not result.dequantized:
+            continue
+        sizes = {name: math.prod(files[name].shape) * files[name].dtype.itemsize for name in result.used}
+        by_module: dict[str, int] = {}
+        for name, size in sizes.items():
+            path = name.rpartition(".")[0]
+            by_module[path] = by_module.get(path, 0) + size
+        for why, names in result.dequantized.items():
+            tensors = [result.tensors[name] for name in names]
+            stored = sum(_stored_bytes(*one, sizes, by_module) for one in zip(names, tensors, strict=True))
+            values = sum(math.prod(tensor.shape) for tensor in tensors)
+            yield f"{result.title}: {dequantized(names, why, values, stored)}"
+
+
+def _stored_bytes(name: str, tensor: LazyTensor, sizes: Mapping[str, int], by_module: Mapping[str, int]) -> int:
+    """Bytes in the files of a matrix, or of a tensor of experts, with its scales.
+
+    `sizes`: of the tensors that its form has used, `by_module`: their sums.
+    """
+    if len(tensor.shape) > 2:
+        return sum(size for one, size in sizes.items() if one == name or one.startswith(f"{name}_"))
+    # A form's tensors lie beside the weight or, as X.weight.absmax and X.weight._data._data, below it.
+    paths = {name.rpartition(".")[0], name, f"{name}._data"}
+    return sum(by_module.get(path, 0) for path in paths)
 
 
 def _without_scale(raw: Raw) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from infuse.quant.tables import TABLES
 from infuse.weights.coded.buffers import BITS, InRows, Tiled, mapped, scale_buffer
 from infuse.weights.coded.form import Found, Members, Raw, ceil_div
+from infuse.weights.coded.ragged import SHORTEST
 from infuse.weights.coded.settings import Size
 from infuse.weights.coded.values import Values, of_int8, regular_groups
 from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices, of_all_axes
@@ -157,13 +158,14 @@ def _add_table(found: Found, raw: Raw, name: str) -> None:
     largest = _Largest(absmax, both, state.nested_blocksize, state.nested_offset)
     (out, inputs), size = state.shape, state.blocksize
     flat = _FlatValues(state.shape, weight, largest, size, TABLES[kind])
-    if inputs % size or inputs % 2:
-        found.note(f"blocks of {size} cross rows of {inputs}, so codes become plain values", name)
-        found.tensors[name] = flat
+    group = math.gcd(size, inputs)  # blocks that cross rows are cut where rows end
+    if group < size and group % SHORTEST:
+        found.dequantize(name, f"blocks of {size} cross rows of {inputs}", flat)
         return
+    of_groups = largest if group == size else Tiled(largest, size // group, out * inputs // group)
     data = mapped(_Flat(weight, (out, inputs // 2)), torch.uint8, lambda read: read >> 4 | read << 4)
-    bits = mapped(InRows(largest, (out, inputs // size)), BITS, lambda read: read.view(BITS))
-    found.add(name, state.shape, f"{kind}:{size}", {"data": data, "scale": bits}, lambda: flat)
+    bits = mapped(InRows(of_groups, (out, inputs // group)), BITS, lambda read: read.view(BITS))
+    found.add(name, state.shape, f"{kind}:{group}", {"data": data, "scale": bits}, lambda: flat)
 
 
 def _state(members: Members, kind: str) -> _State | None:

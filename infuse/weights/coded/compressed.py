@@ -282,8 +282,7 @@ def _add_packed(found: Found, members: Members, scheme: _Scheme, numbers: _Numbe
     name = f"{members.path}.weight"
     order = None if is_regular(groups, size) else inputs_by_group(groups, size)
     if order is None and not is_regular(groups, size):
-        found.note("groups differ in their numbers of inputs (actorder), so codes become plain values", name)
-        found.tensors[name] = values()
+        found.dequantize(name, "groups differ in their numbers of inputs (actorder)", values())
         return
     option, buffer = scale_buffer(rows, has_float16=True)
     buffers: dict[str, LazyTensor] = {"data": codes, "scale": buffer}

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from infuse.errors import ConfigError
+from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.weights.coded.buffers import Reordered
+from infuse.weights.coded.ragged import in_shorter_groups, of_shorter_groups
 from infuse.weights.coded.settings import Settings
 from infuse.weights.lazy import Coded, CodedTensor, FileTensor, LazyTensor, Order, Shape
 
@@ -63,6 +65,7 @@ class Found:
     """What a form called `title` makes: `tensors` by checkpoint name, from the raw tensors `used`.
 
     `faults` say why tensors cannot be read; `notes` say what is not as in the file, each with the names concerned.
+    `dequantized`: why matrices become plain values, each with their names in `tensors`.
     """
 
     title: str
@@ -70,6 +73,7 @@ class Found:
     used: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
+    dequantized: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, what: str, name: str) -> None:
         self.notes.setdefault(what, []).append(name)
@@ -97,21 +101,31 @@ class Found:
     ) -> None:
         """Add the matrix `name`, in its codes; or, where the format cannot have this width, by its `values`.
 
+        If the last group of a row is partial, the codes are kept in shorter groups that divide the row.
         `order`: the inputs, group after group, if groups are not neighbours in the buffer "data" (act-order).
         """
+        inputs = shape[-1]
         try:
-            coder = quant_format(format)
-            reason = coder.fits(shape[-1])
+            coder: QuantFormat = quant_format(format)
         except ConfigError as error:
-            reason = str(error)
-        if reason is None:
-            if order is not None:
-                buffers = {**buffers, "data": Reordered(buffers["data"], order)}
-            coded = Coded(str(coder), buffers, None if order is None else Order.of(order))
-            self.tensors[name] = CodedTensor(shape, torch.float32, coded)
+            self.dequantize(name, str(error), values())
             return
-        self.note(f"codes become plain values ({reason})", name)
-        self.tensors[name] = values()
+        reason = coder.fits(inputs)
+        if reason is not None and order is None and (shorter := in_shorter_groups(coder, inputs)) is not None:
+            buffers = of_shorter_groups(buffers, coder, shorter, inputs)
+            coder, reason = shorter, None
+        if reason is not None:
+            self.dequantize(name, reason, values())
+            return
+        if order is not None:
+            buffers = {**buffers, "data": Reordered(buffers["data"], order)}
+        coded = Coded(str(coder), buffers, None if order is None else Order.of(order))
+        self.tensors[name] = CodedTensor(shape, torch.float32, coded)
+
+    def dequantize(self, name: str, why: str, values: LazyTensor) -> None:
+        """Add the matrix `name` by its values, of which no format keeps the codes."""
+        self.dequantized.setdefault(why, []).append(name)
+        self.tensors[name] = values
 
 
 class Members:

@@ -257,8 +257,7 @@ def _add(found: Found, matrix: _Matrix, windows: _Windows) -> None:
 
     order = None if is_regular(matrix.groups, matrix.size) else inputs_by_group(matrix.groups, matrix.size)
     if order is None and not is_regular(matrix.groups, matrix.size):
-        found.note("groups differ in their numbers of inputs (desc_act), so codes become plain values", matrix.name)
-        found.tensors[matrix.name] = values()
+        found.dequantize(matrix.name, "groups differ in their numbers of inputs (desc_act)", values())
         return
     option, buffer = scale_buffer(scale, has_float16=True)
     buffers: dict[str, LazyTensor] = {"data": data, "scale": buffer}

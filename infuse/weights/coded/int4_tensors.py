@@ -90,8 +90,7 @@ def add_int4(found: Found, members: Members, leaf: str, kind: str, matrix: tuple
         found.add(name, shape, f"{text}{option}", buffers, lambda: values)
         return
     if offsets(scale.read(), zero.read()) is None:
-        found.note("codes become plain values (float32 does not hold offsets of these scales and zeros)", name)
-        found.tensors[name] = values
+        found.dequantize(name, "float32 does not hold offsets of these scales and zeros", values)
         return
     buffers["offset"] = _Offsets(scale, zero)
     found.add(name, shape, f"{text}:offset{option}", buffers, lambda: values)

@@ -203,8 +203,8 @@ def _add_eight(found: Found, members: Members) -> str | None:
         values = Values(data.shape, codes, of_fp8, rows, groups)
         found.add(members.path, data.shape, f"fp8:row{option}", {"data": codes, "scale": scales}, lambda: values)
     else:
-        found.note(f"codes become plain values (of fp8, {kind} has no format)", members.path)
-        found.tensors[members.path] = Values(data.shape, data, of_int8, rows, groups)
+        values = Values(data.shape, data, of_int8, rows, groups)
+        found.dequantize(members.path, f"of fp8, {kind} has no format", values)
     return kind
 
 
@@ -243,7 +243,9 @@ def _add_few(found: Found, raw: Raw, members: Members) -> str | None:
             members.fault("_shift", f"holds {low} to {most}; possible, if it is an integer: 0 to 15")
             return None
         kept = 4 if most >= 2**bits else kept
+    matrix = Grouped(_Codes(data, (count, size), bits), scale, shift, kept)
     if size % 2:
-        found.note(f"codes become plain values (groups of {size} are odd)", members.path)
-    found.tensors[members.path] = Grouped(_Codes(data, (count, size), bits), scale, shift, kept)
+        found.dequantize(members.path, f"groups of {size} are odd", matrix)
+    else:
+        found.tensors[members.path] = matrix
     return f"qint{bits}"

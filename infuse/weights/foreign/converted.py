@@ -15,7 +15,7 @@ from torch import Tensor
 from infuse.errors import in_brief
 from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.foreign.merged import numbers_in
-from infuse.weights.lazy import LazyTensor, Shape, Slices
+from infuse.weights.lazy import Composite, LazyTensor, Shape, Slices
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Last:
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(Composite):
     """One result of a conversion."""
 
     name: str
@@ -65,6 +65,10 @@ class Converted:
     last: _Last
 
     coded = None
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return [tensor for tensors in self.conversion.sources.values() for tensor in tensors]
 
     def read(self, part: Slices = ()) -> Tensor:
         """Return the result or a part of it. The first read runs the conversion and caches its results."""

@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 
 from infuse.weights.foreign.layout import Recognised, Unread
-from infuse.weights.lazy import Coded, LazyTensor, Shape, Slices
+from infuse.weights.lazy import Coded, Composite, LazyTensor, Shape, Slices
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Composite):
     """A tensor [experts, rows, columns]. `parts` has a sequence of matrices per expert, concatenated along their rows.
 
     All experts have the same number of parts, and their n-th parts have the same shape.
     """
 
     parts: Sequence[Sequence[LazyTensor]]
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return [part for parts in self.parts for part in parts]
 
     @property
     def coded(self) -> Coded | None:

@@ -10,7 +10,7 @@ llama.cpp those that are the first of their keys, then the second ones, and so o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Span
 from infuse.weights.gguf.tensors import Viewed
-from infuse.weights.lazy import Coded, CodedTensor, Joined, LazyTensor, Order, Rearranged, Shape, Slices
+from infuse.weights.lazy import Coded, CodedTensor, Composite, Joined, LazyTensor, Order, Rearranged, Shape, Slices
 
 
 class Unlike(Exception):
@@ -169,7 +169,7 @@ def by_latent_head(tensors: list[LazyTensor], sizes: Sizes) -> LazyTensor:
 
 
 @dataclass(frozen=True)
-class OfLatent:
+class OfLatent(Composite):
     """For each head, rows of keys and then of values: [heads * (key + value width), latent], in float32."""
 
     keys: LazyTensor
@@ -178,6 +178,10 @@ class OfLatent:
     latent: int
 
     coded, dtype = None, torch.float32
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return (self.keys, self.values)
 
     @property
     def shape(self) -> Shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from infuse.weights.gguf.file import PLAIN, GGUFFile
 from infuse.weights.lazy import (
     Coded,
     CodedTensor,
+    Composite,
     FileTensor,
     LazyTensor,
     Rearranged,
@@ -211,11 +212,15 @@ class Frequencies:
 
 
 @dataclass(frozen=True)
-class Alternating:
+class Alternating(Composite):
     """Rows of two tensors, interleaved: even[0], odd[0], even[1], ..."""
 
     even: LazyTensor
     odd: LazyTensor
+
+    @property
+    def made_of(self) -> Iterable[LazyTensor]:
+        return (self.even, self.odd)
 
     @property
     def shape(self) -> Shape:

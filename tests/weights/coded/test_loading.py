@@ -40,6 +40,66 @@ def assert_kept(engine: infuse.InferenceEngine) -> None:
     assert "taken as it is" in text and " become" not in text and "refused" not in text, text
 
 
+RAGGED = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize(("name", "formats"), [
+    ("fp8-blocks", {"fp8:f32", "fp8:32:f32"}), ("compressed-fp8-block", {"fp8", "fp8:32"}),
+    ("gptq-4-asym-v1", {"int4:32:asymmetric:f16"}), ("nf4", {"nf4:32"}),
+])  # fmt: skip
+def test_rows_that_end_in_a_partial_group_keep_their_codes(name: str, formats: set[str], tmp_path: Path) -> None:
+    """Tiles of 128 x 128 and blocks of 64, of 96 and 160 inputs: the last one of a row has fewer."""
+    exact = logits(with_values(llama(**RAGGED), publish(tmp_path, BY_CASE[name], llama(**RAGGED))))
+    engine = loaded(tmp_path, changes=RAGGED)
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+    assert_kept(engine)
+    assert {format for step in engine.plan.steps for format in step.formats.values()} == formats
+    assert "plain values" not in str(engine.plan)
+
+
+def test_the_plan_says_what_becomes_plain_values(tmp_path: Path) -> None:
+    """Blocks of nvfp4 are 64 inputs, of which 96 and 160 have one and a half and two and a half."""
+    state = publish(tmp_path, BY_CASE["compressed-nvfp4"], llama(**RAGGED))
+    plan = str(infuse.plan(on_meta("llama", **RAGGED), checkpoint=str(tmp_path), dtype="bf16"))
+    values = sum(2 * one.numel() for name, one in state.items() if name.endswith("down_proj.weight")) / 1e3
+    told = "codes become plain values (nvfp4: blocks of 64 do not divide 160 inputs)"
+    assert f"e.g. model.layers.0.mlp.down_proj.weight: {told}: {values:,.1f} kB in 16 bits" in plan
+
+
+def test_fp8_without_scales_is_said(tmp_path: Path) -> None:
+    state = llama().state_dict()
+    narrow = {name: one.to(torch.float8_e4m3fn) if "down_proj" in name else one for name, one in state.items()}
+    write(tmp_path, narrow, None)
+    engine = loaded(tmp_path)
+    size = sum(one.nbytes for name, one in narrow.items() if "down_proj" in name) / 1e3
+    told = f"stored in float8_e4m3fn without a scale): {2 * size:,.1f} kB in 16 bits, {size:,.1f} kB in codes"
+    assert told in str(engine.plan)
+    exact = logits(with_values(llama(), {name: one.float() for name, one in narrow.items()}))
+    assert (logits(engine) - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_experts_in_several_formats_are_said(tmp_path: Path) -> None:
+    """A mixture's files have a matrix for each expert: one in 8 bits keeps its whole tensor from being codes."""
+    changes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
+    stored: dict[str, Tensor] = {}
+    BY_NAME["qwen3-moe"].make(**changes).save_pretrained(tmp_path / "plain")
+    state = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, tensor in state.items():
+        if ".experts." not in name:
+            stored[name] = tensor
+            continue
+        leaves, _ = BY_CASE["compressed-w4a16" if ".0.down" not in name else "compressed-w8a16"].pack(tensor)
+        stored |= {f"{name.removesuffix('weight')}{leaf}": one for leaf, one in leaves.items()}
+    config = json.loads(json.dumps(BY_CASE["compressed-w4a16"].config))
+    wide = json.loads(json.dumps(BY_CASE["compressed-w8a16"].config))["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = {**wide, "targets": [r"re:.*experts\.0\.down_proj"]}
+    write(tmp_path / "coded", stored, config)
+    empty = on_meta("qwen3-moe", **changes)
+    plan = str(infuse.plan(empty, checkpoint=str(tmp_path / "coded"), dtype="bf16", replace_with_kernel_inject=True))
+    assert "e.g. model.layers.0.mlp.experts.down_proj: codes become plain values" in plan
+    assert "(one matrix is made of parts in int8:row, int4:32): " in plan
+
+
 @pytest.mark.parametrize(
     ("name", "title"), [("gptq-4-asym-v1", "GPTQ"), ("awq", "AWQ"), ("nf4", "bitsandbytes"), ("fp8-blocks", "fp8")]
 )

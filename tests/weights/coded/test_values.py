@@ -13,7 +13,7 @@ from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.coded import buffers
 from infuse.weights.lazy import CodedTensor, Joined, LazyTensor
 from infuse.weights.sources import find_files
-from tests.support.quantized_files import BY_CASE, CASES, Case, gptq, write
+from tests.support.quantized_files import BY_CASE, CASES, E2M1, Case, gptq, write
 
 WEIGHT = torch.randn(96, 256, generator=torch.Generator().manual_seed(2)) * 0.05
 
@@ -109,10 +109,10 @@ def test_rows_are_read_without_the_rest(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "told"),
     [
-        ("fp8-blocks", (200, 192), "groups of 128 do not divide 192 inputs"),
-        ("fp8-blocks-bf16", (576, 320), "groups of 128 do not divide 320 inputs"),
-        ("gptq-4-asym-v1", (64, 80), "groups of 32 do not divide 80 inputs"),
-        ("gptq-8-sym-v1", (64, 48), "groups of 32 do not divide 48 inputs"),
+        ("fp8-blocks", (200, 200), "groups of 128 do not divide 200 inputs"),
+        ("gptq-4-asym-v1", (64, 72), "groups of 32 do not divide 72 inputs"),
+        ("compressed-w3", (64, 80), "groups of 32 do not divide 80 inputs"),
+        ("nf4", (30, 72), "blocks of 64 cross rows of 72"),
         ("compressed-nvfp4", (32, 80), "blocks of 64 do not divide 80 inputs"),
         ("modelopt-nvfp4", (32, 48), "blocks of 64 do not divide 48 inputs"),
         ("compressed-w8a16", (24, 33), ""),
@@ -130,6 +130,60 @@ def test_widths_that_no_format_has_become_values(name: str, shape: tuple[int, in
     assert torch.equal(read.read(), values) and torch.equal(read.read((slice(5, 9),)), values[5:9])
     assert torch.equal(read.read((slice(5, 9), slice(7, 30))), values[5:9, 7:30])
     assert told in "".join(checkpoint.notes)
+    if told:
+        stored = sum(leaf.nbytes for leaf in BY_CASE[name].pack(weight)[0].values())
+        note, _, sizes = checkpoint.notes[0].rpartition(": ")
+        plain, codes = (float(size.split()[0]) * 1e3 for size in sizes.split(", "))
+        assert "1 tensor, e.g. a.b.weight: codes become plain values" in note
+        assert plain == pytest.approx(values.numel() * 2, abs=50) and codes == pytest.approx(stored, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "format"),
+    [
+        ("fp8-blocks", (200, 192), "fp8:64:f32"),
+        ("fp8-blocks-bf16", (576, 320), "fp8:64"),
+        ("fp8-blocks-e8m0", (130, 272), "fp8:16"),
+        ("compressed-fp8-block", (200, 160), "fp8:32"),
+        ("gptq-4-asym-v1", (64, 80), "int4:16:asymmetric:f16"),
+        ("gptq-8-sym-v1", (64, 48), "int8:16:f16"),
+        ("nf4", (30, 80), "nf4:16"),
+        ("nf4-doubly", (31, 96), "nf4:32"),
+        ("fp4", (5, 192), "fp4:64"),
+    ],
+)
+def test_a_partial_group_at_the_end_of_rows_keeps_its_codes(
+    name: str, shape: tuple[int, int], format: str, tmp_path: Path
+) -> None:
+    """In shorter groups, which divide the row: in no more memory than is stored, but for the scales' copies."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)) * 0.05
+    read, values, checkpoint = matrix(tmp_path, BY_CASE[name], weight)
+    assert read.coded is not None and read.coded.format == str(quant_format(format)) and not checkpoint.notes
+    assert torch.equal(read.read(), values)
+    half = shape[1] // 2 // 16 * 16
+    for part in ((slice(5, 5),), (slice(2, 5),), (slice(2, 5), slice(half, half + 16)), (slice(0, 3), slice(7, 30))):
+        assert torch.equal(read.read(part), values[part]), part
+    for buffer in read.coded.buffers.values():
+        whole = buffer.read()
+        assert whole.shape == buffer.shape and torch.equal(buffer.read((slice(1, 4), slice(1, 3))), whole[1:4, 1:3])
+    stored = sum(leaf.nbytes for leaf in BY_CASE[name].pack(weight)[0].values())
+    assert quant_format(format).nbytes(*shape) < min(1.75 * stored, values.numel() * 2)
+
+
+@pytest.mark.parametrize("inverse", [True, False], ids=["compressed-tensors", "modelopt"])
+def test_the_number_of_nvfp4_is_not_rounded(inverse: bool, tmp_path: Path) -> None:
+    """No power of two: products of e2m1, e4m3 and a float32 number, in float64."""
+    case = BY_CASE["compressed-nvfp4" if inverse else "modelopt-nvfp4"]
+    leaves, _ = case.pack(WEIGHT)
+    number = 1337.77 if inverse else 1 / 1337.77
+    data, of_all = ("weight_packed", "weight_global_scale") if inverse else ("weight", "weight_scale_2")
+    leaves[of_all] = torch.full_like(leaves[of_all], number)
+    read = opened(write(tmp_path, {f"a.b.{leaf}": one for leaf, one in leaves.items()}, case.config))
+    codes = torch.stack((leaves[data] & 15, leaves[data] >> 4), dim=-1).flatten(1).long()
+    scales = leaves["weight_scale"].double().repeat_interleave(16, 1)
+    factor = leaves[of_all].double()
+    values = E2M1.double()[codes] * (scales / factor if inverse else scales * factor)
+    torch.testing.assert_close(read.pieces["a.b.weight"].first.read().double(), values, rtol=2.5e-7, atol=0)
 
 
 @pytest.mark.parametrize("bits", [2, 3])
