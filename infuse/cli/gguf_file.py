@@ -11,6 +11,8 @@ from infuse.errors import InfuseError
 if TYPE_CHECKING:
     import torch
 
+    from infuse.weights.gguf.file import GGUFFile
+
 SUFFIX = ".gguf"
 
 
@@ -44,16 +46,27 @@ def read_gguf_config(paths: tuple[Path, ...]) -> Any:
         fail(str(error), WRONG_USE)
     except Exception as error:  # transformers raises many kinds of error for values that it does not expect
         fail(f"{paths[0]} describes no model of transformers {transformers.__version__}: {described(error)}", WRONG_USE)
-    config.dtype = _dtype(next((one.entries.get("token_embd.weight") for one in files), None))
+    config.dtype = _dtype(files)
     return config
 
 
-def _dtype(table: Any) -> torch.dtype:
+def dtype_of(paths: tuple[Path, ...]) -> torch.dtype:
+    """The dtype of a model whose config does not say it."""
+    from infuse.weights.gguf.parts import open_parts
+
+    try:
+        return _dtype(open_parts(paths))
+    except InfuseError as error:
+        fail(str(error), WRONG_USE)
+
+
+def _dtype(files: tuple[GGUFFile, ...]) -> torch.dtype:
     """The dtype of the embedding's table; of a quantized one, bfloat16."""
     import torch
 
     from infuse.weights.gguf.file import PLAIN
 
+    table = next((one.entries.get("token_embd.weight") for one in files), None)
     return torch.bfloat16 if table is None else PLAIN.get(table.type, torch.bfloat16)
 
 
@@ -61,11 +74,17 @@ def read_gguf_tokenizer(paths: tuple[Path, ...]) -> Any:
     """The tokenizer and the chat template in the first file, as transformers reads them."""
     import transformers
 
+    from infuse.weights.gguf.file import GGUFFile
+    from infuse.weights.gguf.vocabulary import check_vocabulary
+
     first = paths[0]
     try:
+        check_vocabulary(GGUFFile(first).values, first)
         return transformers.PreTrainedTokenizerFast.from_pretrained(
             first.parent, gguf_file=first.name, local_files_only=True
         )
+    except InfuseError as error:
+        fail(str(error), WRONG_USE)
     except ImportError as error:
         fail(f"{first}: to read its tokenizer, transformers needs a package: {error}", WRONG_USE)
     except Exception as error:

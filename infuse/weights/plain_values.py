@@ -65,8 +65,8 @@ def _reason(parts: Sequence[LazyTensor]) -> str:
         return "parts of one matrix are stored in act-order, each in its own"
     formats = list(dict.fromkeys(part.coded.format for part in parts if part.coded is not None))
     if len(formats) > 1:
-        return f"one matrix is made of parts in {', '.join(formats)}"
-    return f"the model's matrix is computed from others, or has plain parts beside those in {formats[0]}"
+        return f"made of parts in {', '.join(formats)}"
+    return f"made of parts in {formats[0]} that cannot be joined in their codes"
 
 
 def _coded_bytes(tensor: LazyTensor) -> int:

@@ -91,6 +91,27 @@ def test_shard(file, tmp_path):
     assert run("generate", tmp_path / "out", *GENERATE)[0] == run("generate", file, *GENERATE)[0]
 
 
+@pytest.mark.parametrize(("key", "told"), [
+    ("llama.attention.layer_norm_rms_epsilon", "or put the original model's config.json beside the file"),
+    ("llama.feed_forward_length", "or put the original model's config.json beside the file"),
+    ("tokenizer.ggml.merges", "put the original model's tokenizer.json and tokenizer_config.json beside the file"),
+    ("tokenizer.ggml.tokens", "put the original model's tokenizer.json and tokenizer_config.json beside the file"),
+])  # fmt: skip
+def test_missing_keys_are_named_with_a_remedy(folder, model, tmp_path, key, told):
+    path = tmp_path / "part.gguf"
+    vocabulary = {name: value for name, value in vocabulary_of(folder).items() if name != key}
+    values = {name: value for name, value in llama_values(model.config).items() if name != key}
+    write(path, "llama", values, llama_tensors(model), matrices_in("Q8_0"), vocabulary)
+    _, err = run("generate", path, *GENERATE, code=2)
+    err = " ".join(err.split())
+    assert f"part.gguf: has no {key}" in err and told in err and "give the folder" in err
+    if key.startswith("llama."):
+        model.config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    if key != "tokenizer.ggml.tokens":
+        assert "tokens/s" in run("generate", tmp_path, *GENERATE)[1]
+
+
 def test_what_is_wrong_is_one_line(file, tmp_path):
     (tmp_path / "broken.gguf").write_bytes(file.read_bytes()[:1000])
     for command in (("plan",), ("generate", "--prompt", "x"), ("bench",)):

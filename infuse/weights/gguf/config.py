@@ -17,6 +17,7 @@ from infuse.weights.gguf.gemma4 import gemma4
 from infuse.weights.gguf.hybrids import HYBRIDS
 from infuse.weights.gguf.metadata import DEFAULT_BASE, PATTERN, Metadata, layer_of
 from infuse.weights.gguf.mixtures import MIXTURES
+from infuse.weights.gguf.needed import refuse_missing
 from infuse.weights.gguf.rotary import FACTORS, has_factors, partly_rotated, rotation
 from infuse.weights.gguf.settings import causal_lm, experts, granite_scales, layer_types
 
@@ -78,6 +79,7 @@ def _metadata(files: tuple[GGUFFile, ...]) -> Metadata:
 
 def _values(meta: Metadata) -> dict[str, Any]:
     files, architecture = meta.files, meta.architecture
+    refuse_missing(meta)
     values = _of_all(meta)
     _refuse_dropped(meta)
     for key, name in _IDS.items():
@@ -96,7 +98,7 @@ def _of_all(meta: Metadata) -> dict[str, Any]:
         "model_type": meta.architecture,
         "vocab_size": meta.rows("token_embd.weight") or meta.get("vocab_size"),
         "hidden_size": meta.get("embedding_length"),
-        "intermediate_size": meta.get("feed_forward_length", 0, first) or meta.get("expert_feed_forward_length"),
+        "intermediate_size": _mlp_width(meta, first),
         "num_hidden_layers": meta.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", heads, first),
@@ -105,6 +107,15 @@ def _of_all(meta: Metadata) -> dict[str, Any]:
         "tie_word_embeddings": not meta.has("output.weight"),
         "rope_parameters": rotation(meta),
     }
+
+
+def _mlp_width(meta: Metadata, layers: list[int] | None) -> int:
+    """The width of MLPs; that of an expert, without effect, if all layers have experts and the file does not say it."""
+    if width := meta.get("feed_forward_length", 0, layers):
+        return int(width)
+    if meta.has_in_a_layer("ffn_up.weight") or not meta.stores("expert_feed_forward_length"):
+        raise meta.missing("feed_forward_length")
+    return int(meta.get("expert_feed_forward_length"))
 
 
 def _refuse_dropped(meta: Metadata) -> None:
@@ -193,7 +204,7 @@ def _gemma3(meta: Metadata) -> dict[str, Any]:
     return (
         {
             "model_type": "gemma3_text",
-            "sliding_window": meta.get("attention.sliding_window", 1024),
+            "sliding_window": meta.get("attention.sliding_window"),
             "final_logit_softcapping": meta.get("final_logit_softcapping", None),
             "query_pre_attn_scalar": _query_scale(meta, _GEMMA3_27B_BLOCKS),
             "rope_parameters": {"full_attention": rotation(meta), "sliding_attention": local},
@@ -242,7 +253,7 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
             "intermediate_size": meta.rows("blk.0.ffn_gate_exps.weight") or meta.get("expert_feed_forward_length"),
             "num_local_experts": meta.get("expert_count"),
             "num_experts_per_tok": meta.get("expert_used_count"),
-            "sliding_window": meta.get("attention.sliding_window", 128),
+            "sliding_window": meta.get("attention.sliding_window"),
             "rope_parameters": rotated,
         }
         | layer_types(meta)
@@ -280,8 +291,9 @@ def _starcoder2(meta: Metadata) -> dict[str, Any]:
 
 
 def _nemotron(meta: Metadata) -> dict[str, Any]:
-    eps = meta.get("attention.layer_norm_epsilon", meta.get("attention.layer_norm_rms_epsilon", 1e-5))
-    return {"norm_eps": eps, "rope_parameters": partly_rotated(meta)} | causal_lm("Nemotron")
+    return {"norm_eps": meta.get("attention.layer_norm_epsilon"), "rope_parameters": partly_rotated(meta)} | causal_lm(
+        "Nemotron"
+    )
 
 
 def _glm4(meta: Metadata) -> dict[str, Any]:

@@ -58,12 +58,12 @@ def _lfm2(meta: Metadata) -> dict[str, Any]:
 
 
 def _lfm2moe(meta: Metadata) -> dict[str, Any]:
-    if (gate := meta.get("expert_gating_func", SIGMOID)) != SIGMOID:
+    if (gate := meta.get("expert_gating_func")) != SIGMOID:
         raise meta.fault("expert_gating_func", gate, f"{SIGMOID}, a sigmoid")
     return (
         {
             "model_type": "lfm2_moe",
-            "num_dense_layers": meta.get("leading_dense_block_count", 0),
+            "num_dense_layers": meta.get("leading_dense_block_count"),
             "num_experts": meta.get("expert_count"),
             "num_experts_per_tok": meta.get("expert_used_count"),
             "moe_intermediate_size": meta.get("expert_feed_forward_length"),
@@ -94,7 +94,7 @@ def _granitehybrid(meta: Metadata) -> dict[str, Any]:
         {
             "model_type": "granitemoehybrid",
             "num_local_experts": count,
-            "num_experts_per_tok": meta.get("expert_used_count", 0),
+            "num_experts_per_tok": meta.get("expert_used_count") if count else 0,
             "intermediate_size": meta.get("expert_feed_forward_length", 0) or meta.get("feed_forward_length"),
             "shared_intermediate_size": meta.get(f"{'expert_shared_' if count else ''}feed_forward_length"),
             # llama.cpp's switch of rotation: off in this family's hybrids.

@@ -17,6 +17,10 @@ NEXT = "nextn_predict_layers"
 PATTERN = "attention.sliding_window_pattern"
 _LAYER = re.compile(r"blk\.([0-9]{1,6})\.")
 _MISSING = object()
+_REMEDY = (
+    "convert the model again with llama.cpp's convert_hf_to_gguf.py, or put the original model's config.json beside "
+    "the file and give the folder"
+)
 _MOST_LAYERS = 999_999  # what names of tensors have digits for
 
 
@@ -120,7 +124,7 @@ class Metadata:
         if value is _MISSING:
             if default is not _MISSING:
                 return default
-            raise CheckpointError(f"{self.files[0].path}: has no {self.architecture}.{key}, which the config needs")
+            raise self.missing(key)
         if isinstance(value, list):
             value = value if layers is None else [value[one] for one in layers if one < len(value)]
             different = {one for one in value if one} or {0}
@@ -132,6 +136,11 @@ class Metadata:
         if not kind.accepts(value):
             raise self.fault(key, value, kind.told)
         return value
+
+    def missing(self, *keys: str) -> CheckpointError:
+        """The error of keys that are not there."""
+        told = ", ".join(f"{self.architecture}.{key}" for key in keys)
+        return CheckpointError(f"{self.files[0].path}: has no {told}, which its config needs; {_REMEDY}")
 
     def fault(self, key: str, value: Any, possible: str) -> CheckpointError:
         """The error of a key whose value cannot be taken."""

@@ -51,11 +51,11 @@ def _ernie4_5_moe(meta: Metadata) -> dict[str, Any]:
         "use_bias": meta.has("blk.0.attn_q.bias"),
         "moe_num_experts": meta.get("expert_count"),
         "moe_k": meta.get("expert_used_count"),
-        "moe_num_shared_experts": meta.get("expert_shared_count", 0),
+        "moe_num_shared_experts": _shared(meta),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
-        "moe_layer_start_index": meta.get("leading_dense_block_count", 0),
+        "moe_layer_start_index": meta.get("leading_dense_block_count"),
         "moe_layer_end_index": meta.layers - 1,
-        "moe_layer_interval": meta.get("interleave_moe_layer_step", 1),
+        "moe_layer_interval": meta.get("interleave_moe_layer_step"),
     } | causal_lm("Ernie4_5_Moe")
 
 
@@ -74,7 +74,7 @@ def _latent(meta: Metadata) -> dict[str, Any]:
     return {
         "num_key_value_heads": meta.get("attention.head_count"),
         "head_dim": rotated,
-        "q_lora_rank": meta.get("attention.q_lora_rank", 0) or None,
+        "q_lora_rank": _query_rank(meta),
         "kv_lora_rank": meta.get("attention.kv_lora_rank"),
         "qk_nope_head_dim": key - rotated,
         "qk_rope_head_dim": rotated,
@@ -84,12 +84,27 @@ def _latent(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _query_rank(meta: Metadata) -> int | None:
+    """The width of the latent that queries are made of; None if they are made of the hidden state, as tensors show."""
+    if meta.has_in_a_layer("attn_q_a.weight"):
+        return int(meta.get("attention.q_lora_rank"))
+    return meta.get("attention.q_lora_rank", 0) or None
+
+
+def _shared(meta: Metadata) -> int:
+    """The number of experts that all tokens get, which are one in the file."""
+    if meta.has_in_a_layer("ffn_up_shexp.weight"):
+        return int(meta.get("expert_shared_count"))
+    return int(meta.get("expert_shared_count", 0))
+
+
 def _experts(meta: Metadata) -> dict[str, Any]:
     """Numbers and width of experts, as DeepSeek's configs call them."""
+    count = meta.get("expert_count", 0) or None
     return {
-        "n_routed_experts": meta.get("expert_count", 0) or None,
-        "num_experts_per_tok": meta.get("expert_used_count", 0) or None,
-        "n_shared_experts": meta.get("expert_shared_count", 0),
+        "n_routed_experts": count,
+        "num_experts_per_tok": None if count is None else meta.get("expert_used_count"),
+        "n_shared_experts": _shared(meta),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
         "n_group": meta.get("expert_group_count", 0) or 1,

@@ -90,9 +90,7 @@ def _yarn(meta: Metadata, theta: float, key: str, factor: float) -> dict[str, An
         raise meta.fault(key, factor, "a number above 0 for yarn")
     if (mixed := meta.get("rope.scaling.yarn_ext_factor", 1.0)) != 1 and mixed >= 0:  # below 0: not set
         raise meta.fault("rope.scaling.yarn_ext_factor", mixed, "1")
-    original = meta.get("rope.scaling.original_context_length", 0) or int(meta.get("context_length") / factor)
-    if original < 1:
-        raise meta.fault(key, factor, f"up to {meta.get('context_length')}, the context length")
+    original = meta.get("rope.scaling.original_context_length", 0) or meta.get("context_length")  # as llama.cpp
     scaled = {"factor": float(factor), "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if meta.stores(f"rope.scaling.yarn_{name}"):

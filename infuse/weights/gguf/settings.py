@@ -15,12 +15,12 @@ def causal_lm(name: str) -> dict[str, Any]:
 
 
 def granite_scales(meta: Metadata) -> dict[str, Any]:
-    """The numbers by which a Granite multiplies."""
+    """The numbers by which a Granite multiplies. As in llama.cpp, 0 or none is no scale; scores have that of heads."""
     return {
-        "embedding_multiplier": meta.get("embedding_scale", 1.0),
-        "residual_multiplier": meta.get("residual_scale", 1.0),
-        "attention_multiplier": meta.get("attention.scale", 1.0),
-        "logits_scaling": meta.get("logit_scale", 1.0),
+        "embedding_multiplier": meta.get("embedding_scale", 0) or 1.0,
+        "residual_multiplier": meta.get("residual_scale", 0) or 1.0,
+        "attention_multiplier": meta.get("attention.scale", 0) or meta.head_dim**-0.5,
+        "logits_scaling": meta.get("logit_scale", 0) or 1.0,
     }
 
 

@@ -97,7 +97,7 @@ def test_experts_in_several_formats_are_said(tmp_path: Path) -> None:
     empty = on_meta("qwen3-moe", **changes)
     plan = str(infuse.plan(empty, checkpoint=str(tmp_path / "coded"), dtype="bf16", replace_with_kernel_inject=True))
     assert "e.g. model.layers.0.mlp.experts.down_proj: codes become plain values" in plan
-    assert "(one matrix is made of parts in int8:row, int4:32): " in plan
+    assert "(made of parts in int8:row, int4:32): " in plan
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ TOP = {
 WINDOWS = {
     "attention.sliding_window": 8, "attention.key_length": 64, "attention.value_length": 64,
     "attention.key_length_swa": 32, "attention.value_length_swa": 32, "rope.dimension_count": 64,
-    "rope.dimension_count_swa": 32,
+    "rope.dimension_count_swa": 32, "rope.freq_base_swa": 1e4, "embedding_length_per_layer_input": 0,
 }  # fmt: skip
 
 

@@ -94,6 +94,7 @@ MIXTURES = {
     "deepseek2": Case(
         "deepseek2", "deepseek_v3", LATENT, LATENT_SIZES | dict(n_group=2, topk_group=1),
         LATENT_KEYS | SIGMOID | GROUPS, written=in_two_parts,
+        dequantized="kv_b_proj",
     ),
     "deepseek2 of older files": Case(
         "deepseek2", "deepseek_v3", LATENT, LATENT_SIZES | dict(n_group=1, topk_group=1), WHOLE_KEYS | SIGMOID,
@@ -108,10 +109,12 @@ MIXTURES = {
         LATENT_SIZES
         | dict(q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy", rope_parameters=YARN, head_dim=16),
         LITE | YARN_KEYS, written=in_two_parts,
+        dequantized="kv_b_proj",
     ),
     "deepseek2 with a softmax in groups": Case(
         "deepseek2", "deepseek_v2", LATENT,
         LATENT_SIZES | dict(n_group=2, topk_group=1, topk_method="group_limited_greedy", head_dim=16),
         LATENT_KEYS | GROUPS | {"expert_gating_func": 1}, written=in_two_parts,
+        dequantized="kv_b_proj",
     ),
 }  # fmt: skip
