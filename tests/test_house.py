@@ -45,8 +45,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
-    "cli/app.py", "cli/gguf_file.py", "cli/model_folder.py", "layers/cache.py", "layers/slot.py", "layers/hook.py",
-    "layers/states_slot.py", "graphs/held_states.py", "generate/same_inputs.py", "generate/candidates.py",
+    "cli/app.py", "cli/gguf_file.py", "cli/model_class.py", "cli/model_folder.py", "layers/cache.py",
+    "layers/slot.py", "layers/hook.py", "layers/states_slot.py",
+    "graphs/held_states.py", "generate/same_inputs.py", "generate/candidates.py",
     "generate/choose.py",
     "generate/install.py", "generate/pairs/cache.py", "generate/loop.py", "generate/speculation.py", "proof/cases.py",
     "proof/sessions.py",

@@ -290,7 +290,7 @@ def shard(
         settings = _settings(dtype, quant, verify, device, tp, ep)
         engine = infuse.init_inference(empty_model(model_dir, config), **paths, **settings)
         if engine.group.rank == 0:
-            copy_rest(model_dir, out)
+            copy_rest(model_dir, config, out)
         print(engine.plan)
         remarks().print(f"{sum(file.stat().st_size for file in out.glob('*.safetensors')) / 1e6:,.1f} MB in {out}")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infuse.cli.gguf_file import dense_model, gguf_files, has_tokenizer, read_gguf_config, read_gguf_tokenizer
+from infuse.cli.gguf_file import dense_model, dtype_of, gguf_files, has_tokenizer, read_gguf_config, read_gguf_tokenizer
 from infuse.cli.messages import FAILED, WRONG_USE, bar, described, fail, remarks
+from infuse.cli.model_class import found_class
+from infuse.cli.other_folders import adapter_alone, component_of_diffusers, other_weights, what_it_is
 
 if TYPE_CHECKING:
     import torch
@@ -26,16 +29,40 @@ def read_config(model_dir: Path, weights: bool = False) -> Any:
         return read_gguf_config(files)
     if not model_dir.is_dir():
         fail(f"{model_dir} is a file; give the folder that holds config.json, or a .gguf file", WRONG_USE)
-    if not (model_dir / "config.json").is_file():
-        fail(f"{model_dir} has no config.json; give a folder as model.save_pretrained writes it", WRONG_USE)
+    _refuse_other_folders(model_dir)
     if weights and not files and not _has_weights(model_dir):
-        fail(f"{model_dir} has a config.json but no weights; needed: {' or '.join(WEIGHT_FILES)}", WRONG_USE)
+        found = f"; {told}" if (told := other_weights(model_dir)) else ""
+        fail(f"{model_dir} has a config.json but no weights; needed: {' or '.join(WEIGHT_FILES)}{found}", WRONG_USE)
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config: Any = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # transformers raises many kinds of error for a broken file
         fail(f"{model_dir / 'config.json'} cannot be read: {described(error)}", WRONG_USE)
+    if files and config.dtype is None:
+        config.dtype = dtype_of(files)
+    if not config.architectures:
+        _name_class(model_dir, config, has_weights=bool(files) or _has_weights(model_dir))
+    return config
+
+
+def _refuse_other_folders(model_dir: Path) -> None:
+    """Exit with a message if a folder does not hold a model of transformers."""
+    path = model_dir / "config.json"
+    if not path.is_file():
+        what = what_it_is(model_dir) or "has no config.json; give a folder as model.save_pretrained writes it"
+        fail(f"{model_dir} {what}", WRONG_USE)
+    if told := adapter_alone(model_dir) or component_of_diffusers(path):
+        fail(f"{model_dir} {told}", WRONG_USE)
+
+
+def _name_class(model_dir: Path, config: Any, *, has_weights: bool) -> None:
+    """Set the class that the config does not name."""
+    kind = found_class(model_dir, config, has_weights=has_weights)
+    if kind is not None:
+        config.architectures = [kind.__name__]
+        told = f"{model_dir / 'config.json'} names no architectures; the model is taken as {kind.__name__}"
+        remarks().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _has_weights(model_dir: Path) -> bool:
@@ -124,17 +151,21 @@ def _generative(model: Any) -> Any:
     return model
 
 
-def copy_rest(model_dir: Path, out: Path) -> None:
+def copy_rest(model_dir: Path, config: Any, out: Path) -> None:
     """Copy config, tokenizer and generation settings: all files but the weights. Of GGUF files: what is in them."""
     weights = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json", ".gguf")
     if files := _gguf(model_dir):
         if not (model_dir / "config.json").is_file():
-            read_config(model_dir).save_pretrained(out)
+            config.save_pretrained(out)
         if not has_tokenizer(model_dir):
             read_gguf_tokenizer(files).save_pretrained(out)
     for path in sorted(model_dir.iterdir()) if model_dir.is_dir() else ():
         if path.is_file() and not path.name.endswith(weights) and path.name != SHARDS:
             shutil.copyfile(path, out / path.name)
+    content = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if not content.get("architectures"):  # the shards' names may not tell them again
+        content["architectures"] = config.architectures
+        (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "auto") -> Any:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -347,6 +348,11 @@ def check_model(model: Any) -> None:
     if isinstance(getattr(model, "components", None), dict):
         raise ConfigError(
             f"a {type(model).__name__} was given, a pipeline that is not diffusers' own: give one of its modules"
+        )
+    if isinstance(model, (str, PathLike)):
+        load = f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
+        raise ConfigError(
+            f"a torch.nn.Module is needed, the path {str(model)!r} was given; load it first, e.g. by {load}"
         )
     raise ConfigError(f"a torch.nn.Module is needed, {type(model).__name__} was given")
 

@@ -22,7 +22,7 @@ from infuse.weights.gguf.parts import SUFFIX, open_parts
 from infuse.weights.lazy import FileTensor, Joined, LazyTensor, Shape, Slices
 from infuse.weights.pieces import Packed, tiling
 from infuse.weights.safetensors_file import SafetensorsFile
-from infuse.weights.sources import Files
+from infuse.weights.sources import Files, find_files
 from infuse.weights.torch_file import TorchFile
 
 _COMPARED_ROWS = 4096  # read per step when comparing two copies of a tensor
@@ -173,6 +173,14 @@ def _add_groups(pieces: dict[str, Pieces], groups: Sequence[tuple[TensorFile, ..
             f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
             "give the files of one checkpoint"
         )
+
+
+def stored_names(source: str) -> frozenset[str]:
+    """The names of all tensors in a checkpoint's files, GGUF's as transformers calls them. Only headers are read."""
+    files = find_files(source)
+    if any(path.suffix == SUFFIX for path in files):
+        return frozenset(named_tensors(open_parts(list(files))))
+    return frozenset(name for path in dict.fromkeys(files) for name in open_file(path).stored)
 
 
 def open_file(path: Path) -> TensorFile:

@@ -312,7 +312,12 @@ def test_what_cannot_be_injected(tokenizer: t.PreTrainedTokenizerFast) -> None:
         infuse.ConfigError, match=r"TextGenerationPipeline was given.*pipe\.model = infuse\.init_inference\(pipe\.model"
     ):
         infuse.init_inference(pipe)
-    for thing in ("gpt2", None, {"model": 1}, t.GPT2Config()):
+    for path in ("gpt2", Path("gpt2")):
+        with pytest.raises(
+            infuse.ConfigError, match=r"the path 'gpt2' was given; load it first.*from_pretrained\('gpt2"
+        ):
+            infuse.init_inference(path)
+    for thing in (None, {"model": 1}, t.GPT2Config()):
         with pytest.raises(infuse.ConfigError, match=f"torch.nn.Module is needed, {type(thing).__name__} was given"):
             infuse.init_inference(thing)
     with torch.device("meta"):
