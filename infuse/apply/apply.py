@@ -5,10 +5,11 @@ Peak memory is the model plus the merged matrices of one layer. A step that fail
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.dtype_cast import cast_buffers, cast_parameters
 from infuse.errors import InfuseError, in_brief
+from infuse.layers.mixer import Mixer
+from infuse.layers.slot import Filler
 from infuse.lookups import lookups_in_range
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
@@ -81,6 +84,7 @@ class Proven:
             cast_buffers(model, dtype, source.put)
         memory.off_files(chain(model.parameters(), model.buffers()))
         memory.collapse(chain(model.parameters(), model.buffers()))
+        name_fillers(model, self.accepted)
         verdict, after_bytes = self.verdict, parameter_bytes(model)
         return self.plan.executed(self.accepted, verdict.refused, verdict.instead, after_bytes, verdict.notes)
 
@@ -104,6 +108,15 @@ def _half_done(step: Step, done: int, steps: int, error: Exception) -> str:
         f"{in_brief(error)}, while {step.path or 'the attention'} was replaced; {done} of {steps} replacements are in "
         "place, and their old weights are gone: load the model again, with more memory free"
     )
+
+
+def name_fillers(model: nn.Module, steps: Iterable[Step]) -> None:
+    """Tell a cache which layers are of this model, and which one each is."""
+    of_model = uuid4().hex
+    for step in (step for step in steps if step.decodes):
+        for part in model.get_submodule(step.path).modules():
+            if isinstance(part, Mixer):
+                part.filler = Filler(of_model, step.path)
 
 
 def prove(

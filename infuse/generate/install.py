@@ -40,7 +40,7 @@ from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
 from infuse.layers.block import Block
-from infuse.layers.cache import OF_NOTHING, KVCache, first_counts, tokens_in
+from infuse.layers.cache import OF_NOTHING, KVCache, counting_states, first_counts, tokens_in
 from infuse.layers.experts import Experts
 from infuse.layers.linear import has_global_hooks
 from infuse.layers.mixer import Mixer
@@ -238,7 +238,8 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _replaced(args, kwargs, names, _LOOP, loop)
     result = None
     try:
-        result = type(self).generate(self, *args, **kwargs)
+        with counting_states(cache_in({**arguments, **kwargs})):
+            result = type(self).generate(self, *args, **kwargs)
         return result
     except torch.OutOfMemoryError as error:
         forward = vars(self).get("forward")

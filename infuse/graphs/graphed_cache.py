@@ -47,8 +47,7 @@ class GraphedCache(KVCache):
             return
         with self._pool.backend.turn():  # else another stream may overwrite the tokens while they are copied
             bucket, self.bucket, self._states = self.bucket, None, None
-            self.layers = [slot.copied() for slot in self.layers] if keep else []
-            self.more = {place: slot.copied() for place, slot in self.more.items()} if keep else {}
+            self.layers, self.more = self.copied_slots() if keep else ([], {})
             self._pool.give_back(bucket)
 
     @interrupts.held_back()  # else the old bucket could be returned twice
@@ -57,12 +56,11 @@ class GraphedCache(KVCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]. With a bucket this is done in place, because graphs hold addresses."""
-        for slot in self.slots:
+        for slot in self._apart:
             (slot.reorder_cache if self.bucket is None else slot.reorder_in_place)(beam_idx)
 
     def __reduce__(self) -> Any:  # a copy holds the tokens without the bucket
-        more = {place: slot.copied() for place, slot in self.more.items()}
-        return _plain, (self._settings, [slot.copied() for slot in self.layers], more)
+        return _plain, (self._settings, *self.copied_slots())
 
     # -- decode steps
 

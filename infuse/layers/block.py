@@ -5,7 +5,9 @@ Positions, mask and cache are the model's own: the block uses what the model pas
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +31,7 @@ from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_ar
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import fuses, has_global_hooks, has_no_hooks
+from infuse.layers.mixer import Mixer
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.named_attention import arguments_of_named, is_paged, names_ours, paged_cache
@@ -115,6 +118,16 @@ class Block(InferenceModule):
         paths = {name: mixer.replaces[0] for name, mixer in self.shape.mixers.items() if mixer.replaces}
         for name, part in super().named_children():
             yield paths.get(name, name), part
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        """Copy. The copy of a layer alone, not of its model, is another layer to a cache."""
+        is_alone = not memo
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(vars(self), memo))
+        for part in made.modules() if is_alone else ():
+            if isinstance(part, Mixer):
+                part.filler = replace(part.filler, layer=f"a copy of {part.filler.layer or self._layer}")
+        return made
 
     def ignore(self, keywords: frozenset[str]) -> None:
         """Take these keywords, too, which the original ignores."""

@@ -9,13 +9,16 @@ device tensor with the next token's index. Attention then reads all S keys, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, overload
 
 from torch import Tensor
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from infuse.errors import InfuseError, UnsupportedCall
+from infuse.layers.hybrid_slot import HybridSlot
+from infuse.layers.linear_layer import CONV, STATE, LinearLayer
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.layers.slot import KVSlot, Slot
 from infuse.native import kernels
@@ -24,8 +27,8 @@ Kind = TypeVar("Kind", bound=Slot)
 OF_NOTHING = "DummyLayer"  # the class of a layer of transformers' caches that holds nothing; not all versions have it
 
 
-class KVCache(Cache):
-    """A cache of slots, created when layers first request them.
+class KVCache(DynamicCache):
+    """A cache of slots, created when layers first request them. Models that are not ours may fill it and go on with it.
 
     `capacity_tokens` preallocates room for that many tokens; `limit_tokens` caps them (ContextLimitError beyond).
     Without them the storage starts with room for the first call and doubles. `format`: None or one of
@@ -39,7 +42,10 @@ class KVCache(Cache):
         self._settings = capacity_tokens, limit_tokens, format
         self.more: dict[tuple[int, str], Slot] = {}  # slots of a layer's other parts, by its index and their names
         make_slot = partial(KVSlot, capacity_tokens, limit_tokens, format)
-        super().__init__(layer_class_to_replicate=make_slot)  # type: ignore[arg-type]
+        self.counts_states = False  # see `is_linear`
+        self._are_lent = False  # whether another model was ever shown states
+        self._records = False  # whether transformers' loops drop tokens that another model appends
+        Cache.__init__(self, layer_class_to_replicate=make_slot)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
         """Iterate over (keys, values, no window) of each layer, like DynamicCache."""
@@ -60,32 +66,159 @@ class KVCache(Cache):
         while len(layers) <= index:
             layers.append(kind(*self._settings))
         slot = layers[index]
-        if type(slot) is not kind:
-            if slot.length:
-                raise UnsupportedCall(
-                    f"past_key_values: layer {index} of the cache was filled as a {type(slot).__name__} by another "
-                    "model; fill a new cache with this one"
-                )
-            slot = layers[index] = kind(*self._settings)  # created as a filler for a later layer, or by another model
+        if not isinstance(slot, kind):
+            slot = layers[index] = self._replaced(index, slot, kind)
         return slot
 
+    def _replaced(self, index: int, slot: Slot, kind: type[Kind]) -> Any:
+        """The slot that takes the place of one of another kind, of a layer that fills it for the first time."""
+        if not slot.length:  # created as a filler for a later layer, or by another model
+            return kind(*self._settings)
+        if kind is KVSlot and isinstance(slot, StateSlot) and slot.filler is None:  # as other models' hybrids call it
+            return HybridSlot.of(slot)
+        raise UnsupportedCall(
+            f"past_key_values: layer {index} of the cache was filled as a {type(slot).__name__} by another "
+            "model; fill a new cache with this one"
+        )
+
     def slot_of(self, index: int, part: str, kind: type[Kind]) -> Kind:
-        """Return the slot of a further part of layer `index`, creating it if necessary."""
-        slot = self.more.get((index, part))
+        """Return the slot of a further part of layer `index`, creating it if necessary.
+
+        That of states is also in `layers`, in a HybridSlot.
+        """
+        slot: Any = self.more.get((index, part))
         if type(slot) is not kind:
-            slot = self.more[index, part] = kind(*self._settings)
+            slot = self._beside(index) if kind is StateSlot else kind(*self._settings)
+            self.more[index, part] = slot
         return slot
+
+    def _beside(self, index: int) -> StateSlot:
+        """The states beside the keys and values of layer `index`."""
+        slot = self.slot(index)
+        if not isinstance(slot, HybridSlot):
+            slot = self.layers[index] = HybridSlot.of(slot)
+        return slot.beside
+
+    # -- models that are not ours
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        slot = self.slot(layer_idx)
+        keys_values = slot.update(key_states, value_states, *args, **kwargs)
+        if self._are_lent:
+            self._count_states(layer_idx, slot.length, key_states.shape[2])
+        return keys_values
+
+    def _count_states(self, index: int, length: int, tokens: int) -> None:
+        """Count the tokens of all states, of which those behind layer `index` have yet to see the last `tokens`."""
+        for place, layer in enumerate(self.layers):
+            if isinstance(layer, LinearLayer) and layer.of_states.states:
+                layer.of_states.count(length, ahead=tokens if place >= index else 0)
+
+    def states_slots(self) -> list[StateSlot]:
+        """All slots of states, those beside keys and values, too."""
+        own = [slot.beside if isinstance(slot, HybridSlot) else slot for slot in self.layers]
+        return [slot for slot in own if isinstance(slot, StateSlot)]
+
+    def _lent(self, index: int, number: int) -> StateSlot:
+        """The states of layer `index`, for a layer of another model."""
+        if number:
+            raise UnsupportedCall(
+                f"state_idx: state {number} of layer {index} was asked for, and a KVCache holds one state of a kind a "
+                "layer; leave the cache to generate(), or give DynamicCache(config=model.config)"
+            )
+        self._are_lent = True
+        layer = self.layers[index] if index < len(self.layers) else None
+        beside = isinstance(layer, KVSlot) and (layer.length or isinstance(layer, HybridSlot))
+        slot = self._beside(index) if beside else self.slot(index, StateSlot)
+        if self._records and not slot.length:
+            slot.record(True)
+        return slot
+
+    def activate_past_recording(self) -> None:
+        self._records = True
+        for slot in self.states_slots():
+            slot.record(True)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        slot = self._lent(layer_idx, state_idx)
+        return slot.shown(CONV) if slot.length else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        slot = self._lent(layer_idx, state_idx)
+        return slot.shown(STATE) if slot.length else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        return self._lent(layer_idx, state_idx).update_conv_state(conv_states, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self._lent(layer_idx, state_idx).update_recurrent_state(recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether layer `layer_idx`, or the last one with a state, has one. ValueError if it has none at any time."""
-        states = {index: slot for index, slot in enumerate(self.layers) if isinstance(slot, StateSlot)}
-        states |= {index: slot for (index, _), slot in self.more.items() if isinstance(slot, StateSlot)}
-        index = max(states, default=None) if layer_idx is None else layer_idx
-        return states[index].length > 0 if index in states else super().has_previous_state(layer_idx, state_idx)
+        if layer_idx is not None and layer_idx >= len(self.layers):
+            return False
+        asked = reversed(self.layers) if layer_idx is None else [self.layers[layer_idx]]
+        for slot in asked:
+            if isinstance(slot, LinearLayer):
+                return slot.of_states.length > 0
+        which = "no layer" if layer_idx is None else f"layer {layer_idx} not"
+        raise ValueError(f"has_previous_state was asked of a cache of which {which} holds a recurrence's state")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens. ValueError if there are states alone, and another model has appended uncounted tokens."""
+        layers = self.layers
+        if layer_idx >= len(layers):
+            return 0
+        slot = layers[layer_idx]
+        if type(slot) is StateSlot and slot.place is None:
+            slot = next((each for each in layers if each.length and isinstance(each, KVSlot)), slot)
+            if slot is layers[layer_idx] and not slot.counts:
+                raise ValueError("get_seq_length: another model appended tokens to states, which do not count them")
+        return slot.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        layers = self.layers
+        return layers[layer_idx].get_mask_sizes(query_length) if layer_idx < len(layers) else (query_length, 0)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers hold states alone.
+
+        transformers' `generate` runs the whole text again if all do, as their own count no tokens. Ours do, so the
+        `generate` of our models sets `counts_states` for the call.
+        """
+        linear = [type(slot) is StateSlot for slot in self.layers]
+        counted = self.counts_states and all(linear) and all(slot.counts for slot in self.layers)
+        return [False] * len(linear) if counted else linear
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Which layers hold nothing: transformers looks for a mask's size in the first of the others."""
+        return [not slot.length for slot in self.layers]
+
+    # -- all layers
 
     @property
     def slots(self) -> list[Slot]:
         return [*self.layers, *self.more.values()]
+
+    @property
+    def _apart(self) -> list[Slot]:
+        """All slots but those of states beside others, to which a HybridSlot passes on what it does."""
+        return [*self.layers, *(slot for slot in self.more.values() if not isinstance(slot, StateSlot))]
+
+    def copied_slots(self) -> tuple[list[Any], dict[tuple[int, str], Slot]]:
+        """Copies for `layers` and `more` of another cache."""
+        layers = [slot.copied() for slot in self.layers]
+        more = {
+            place: layers[place[0]].beside if isinstance(slot, StateSlot) else slot.copied()
+            for place, slot in self.more.items()
+        }
+        return layers, more
 
     @property
     def is_croppable(self) -> bool:
@@ -97,11 +230,11 @@ class KVCache(Cache):
             slot.reset()
 
     def crop(self, tokens: int) -> None:
-        for slot in self.slots:
+        for slot in self._apart:
             slot.crop(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for slot in self.slots:
+        for slot in self._apart:
             slot.reorder_cache(beam_idx)
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
@@ -112,15 +245,15 @@ class KVCache(Cache):
         plain = plain and all(each.device.type == "cpu" and each.is_contiguous() for each in storages)
         if plain and len(lengths) == 1 and not isinstance(library, str):
             return library.reorder.default(storages, beam_idx.tolist(), lengths.pop())
-        for slot in self.slots:
+        for slot in self._apart:
             slot.reorder_in_place(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for slot in self.slots:
+        for slot in self._apart:
             slot.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        for slot in self.slots:
+        for slot in self._apart:
             slot.batch_select_indices(indices)
 
     def snapshot(self, *, each: bool = False) -> None:
@@ -175,9 +308,8 @@ class KVCache(Cache):
 
     def settle(self) -> None:
         """Move the states of recurrences to where graphs find them."""
-        for slot in self.slots:
-            if isinstance(slot, StateSlot):
-                slot.settle()
+        for slot in self.states_slots():
+            slot.settle()
 
     def token_storages(self) -> list[Tensor]:
         """Storage of keys and values alone, [B, K, S, D] each."""
@@ -190,6 +322,19 @@ class KVCache(Cache):
     def nbytes(self) -> int:
         """Size of all storage in bytes."""
         return sum(t.nbytes for t in self.storages())
+
+
+@contextmanager
+def counting_states(cache: Any) -> Iterator[None]:
+    """Let transformers' `generate` ask a cache of nothing but states for its tokens, in a call of a model of ours."""
+    if not isinstance(cache, KVCache):
+        yield
+        return
+    cache.counts_states = True
+    try:
+        yield
+    finally:
+        cache.counts_states = False
 
 
 def first_counts(cache: Cache) -> bool:

@@ -1,6 +1,7 @@
 """StateSlot: the states of one layer's recurrence in our cache. ForeignStates: those in a cache of transformers.
 
-States go on from token to token, so a slot can go back only to those that were kept.
+States go on from token to token, so a slot can go back only to those that were kept. Models that are not ours go on
+with a StateSlot as with a layer of transformers' (linear_layer.py).
 """
 
 from __future__ import annotations
@@ -10,19 +11,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.held_count import HeldCount
-from infuse.layers.slot import Slot
+from infuse.layers.linear_layer import CONV, NUMBERS_STATES, STATE, LinearLayer, first_of
+from infuse.layers.slot import Filler, Slot
 
-CONV, STATE = "conv", "state"  # names of states in transformers' caches, too
 
+class StateSlot(LinearLayer, Slot, LinearAttentionLayer):  # type: ignore[misc, override]
+    """Recurrent states after all tokens so far: `states` [B, ...] by name, replaced as a whole by each step.
 
-class StateSlot(Slot):
-    """Recurrent states after all tokens so far: `states` [B, ...] by name, replaced as a whole by each step."""
+    `turns`: whether our layer has the last two axes of STATE the other way round than transformers' layer; None until
+    our layer says so, and again after another model was shown the states.
+    """
 
-    is_croppable = False
+    turns: bool | None = None
+    records = False  # whether it keeps a convolution's state after each token that another model's layer appends
+    _turned: bool | None = None  # like `turns`, but of the states that are held: None if another model made them
+    _counts = True  # whether `length` is known to count all tokens
+    _ahead = 0  # tokens that `length` counts before the states have seen them
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         super().__init__(capacity_tokens, limit_tokens, format)
@@ -31,11 +41,13 @@ class StateSlot(Slot):
         self._made: dict[str, Tensor] = {}  # of `row_of_states`
         self._home: dict[str, Tensor] = {}  # where graphs find the states
         self._room = 0  # most tokens inside a graph
+        self._seen: dict[str, tuple[Tensor, int]] = {}  # states that others were shown, with their versions
 
-    def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+    def begin(self, batch: int, tokens: int, filler: Filler | None = None) -> Mapping[str, Tensor]:
         """Return the states before the next `tokens` of each row; empty at first. Raises like KVSlot.reserve."""
         self.check_room(tokens)
-        self.fill_by(filler)
+        if filler is not self.filler:
+            self.fill_by(filler)
         if self.length:
             self.check_batch(self.rows, batch)
         return self.states if self.length else {}
@@ -62,7 +74,7 @@ class StateSlot(Slot):
         if self.keeps_each:
             self._kept.append((self.length, self.states))
 
-    def row_of_states(self, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+    def row_of_states(self, tokens: int, filler: Filler | None = None) -> Mapping[str, Tensor]:
         """Room for the states after each of the next `tokens`, behind those before them: [tokens + 1, B, ...] each.
 
         `advance` then keeps them. There must be states.
@@ -74,17 +86,120 @@ class StateSlot(Slot):
             self._made[name][0] = state
         return self._made
 
-    def in_place(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+    def in_place(self, batch: int, tokens: int, filler: Filler | None = None) -> Mapping[str, Tensor]:
         """Like `begin`, but the states may be written to; call `advance` then. There must be some."""
         states = self.begin(batch, tokens, filler)
-        if any(states is kept for _, kept in self._kept):
+        if self._is_kept():
             with torch.inference_mode(False):
                 self.states = _cloned(states)
         return self.states
 
+    def _is_kept(self) -> bool:
+        return any(self.states is kept for _, kept in self._kept)
+
     @property
     def storages(self) -> list[Tensor]:
         return list((self.states or self._home).values())
+
+    # -- other models' layers
+
+    @property
+    def of_states(self) -> StateSlot:
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """That of the convolution's inputs; the other state is in float32."""
+        return next((state.dtype for state in self.states.values()), None)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether tokens that another model's layers append can be dropped again, as transformers' loops ask."""
+        return self.records and self.filler is None and CONV in self.states and STATE not in self.states
+
+    @property
+    def counts(self) -> bool:
+        """Whether `length` counts all tokens: layers of other models write one token's states in place, uncounted."""
+        unchanged = all(self.states.get(name) is not it or it._version == n for name, (it, n) in self._seen.items())
+        return self._counts and unchanged
+
+    def count(self, tokens: int, *, ahead: int) -> None:
+        """Set the number of tokens, of which the states have yet to see the last `ahead`."""
+        self._seen, self._counts = {}, True
+        self.length, self._ahead = tokens, ahead
+
+    def turn(self, turns: bool, dtype: torch.dtype) -> None:
+        """Take the states back for our layer, which has the axes of STATE so, and activations of `dtype`."""
+        if self._turned is None:
+
+            def made(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+                taken = {name: state.to(dtype if name == CONV else torch.float32) for name, state in states.items()}
+                if turns and STATE in taken:
+                    taken[STATE] = taken[STATE].transpose(-1, -2).contiguous()
+                return taken
+
+            self.states = made(self.states)
+            self._kept = [(length, made(states)) for length, states in self._kept]
+        self._note_writes()
+        self.turns, self._turned, self._ahead = turns, turns, 0
+
+    def shown(self, name: str) -> Tensor | None:
+        """A view of a state as transformers' layers have it, which may be written to; None if there is none."""
+        if name not in self.states:
+            return None
+        if self.place is None and (self.states[name].is_inference() or self._is_kept()):
+            self._note_writes()
+            with torch.inference_mode(False):
+                self.states = _cloned(self.states)
+        state, self.turns = self.states[name], None
+        if name not in self._seen and not state.is_inference():
+            self._seen[name] = state, state._version
+        return self._as_other(name, state)
+
+    def _note_writes(self) -> None:
+        self._counts, self._seen = self.counts, {}
+
+    def _as_other(self, name: str, state: Tensor) -> Tensor:
+        if name == CONV:
+            return state.transpose(1, 2)
+        return state.transpose(-1, -2) if self._turned else state
+
+    def assign(self, name: str, state: Tensor | None) -> None:
+        """Hold a copy of a state that is as transformers' layers have it; None drops it."""
+        self._note_writes()
+        states, self.turns = dict(self.states), None
+        if not states:
+            self._turned = None
+        if state is None:
+            states.pop(name, None)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                mine = self._as_other(name, state.detach())
+                states[name] = mine.clone(memory_format=torch.contiguous_format)
+        self.states = {name: states[name] for name in (CONV, STATE) if name in states}
+        self.is_initialized = True
+
+    def append_conv(self, full_BCT: Tensor, taps: int, tokens: int, *, counted: bool) -> None:
+        """Hold the last `taps` of a convolution's inputs, of which the last `tokens` are new."""
+        before, earlier, self._ahead = self.length - self._ahead, self.states, 0
+        self.assign(CONV, full_BCT[..., -taps:])
+        self._counts, self.length = self._counts and counted, before + tokens
+        if self.records and STATE not in self.states:
+            self._kept = self._kept or [(before, earlier)]
+            rows_BTC = F.pad(full_BCT, (taps, 0)).transpose(1, 2)
+            for token in range(1, tokens + 1):
+                stop = rows_BTC.shape[1] - tokens + token
+                self._kept.append((before + token, {CONV: rows_BTC[:, stop - taps : stop].contiguous()}))
+
+    def record(self, records: bool) -> None:
+        """Keep the convolution's state after each token that another model's layer appends, until it is dropped."""
+        if self.records and not records:
+            self._kept = []
+        self.records = records
+
+    def lazy_initialization(self, *args: Tensor, **states: Any) -> None:  # type: ignore[override]
+        assert not args, "states are given by name"
+        self.initialize_states(**states)
 
     # -- inside a graph
 
@@ -134,6 +249,11 @@ class StateSlot(Slot):
             text = f"past_key_values: a recurrence's state of {self.length} tokens cannot go back to {wanted} of them"
             raise UnsupportedCall(f"{text}; fill a new cache")
         self.rewind(wanted)
+        if self.records and self._kept:
+            self._kept = [(self.length, self.states)]
+
+    def __getstate__(self) -> dict[str, Any]:  # copies have versions of their own
+        return {**vars(self), "_seen": {}, "_counts": self.counts}
 
     def copied(self) -> StateSlot:
         slot = copy.copy(self)
@@ -141,13 +261,18 @@ class StateSlot(Slot):
         slot._kept, slot._home = [(length, _cloned(states)) for length, states in self._kept], {}
         return slot
 
+    def move(self, device: torch.device) -> None:
+        self.states = {name: state.to(device) for name, state in self.states.items()}
+        self._kept, self._home = [], {}
+
     def take(self, other: StateSlot) -> None:
         self.states = _cloned(other.states)
+        self.turns, self._turned = other.turns, other._turned
         self.length, self.filler, self.is_initialized = other.length, other.filler, True
 
     def reset(self) -> None:
         self.length, self.states, self._kept, self.keeps_each = 0, {}, [], False
-        self._made = {}
+        self._made, self._seen, self._counts, self._ahead = {}, {}, True, 0
 
     def _select(self, rows: Tensor) -> None:
         def selected(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,10 +302,10 @@ class ForeignStates:
     def __init__(self, layer: Any):
         self._layer = layer
 
-    def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
-        states = {CONV: self._layer.conv_states.get(0), STATE: self._layer.recurrent_states.get(0)}
+    def begin(self, batch: int, tokens: int, filler: Filler | None = None) -> Mapping[str, Tensor]:
+        states = {CONV: first_of(self._layer.conv_states), STATE: first_of(self._layer.recurrent_states)}
         there = {name: state for name, state in states.items() if state is not None}
-        if not self._layer.has_previous_state.get(0) or CONV not in there:
+        if not first_of(self._layer.has_previous_state) or CONV not in there:
             return {}
         for state in there.values():
             if len(state) != batch:
@@ -191,7 +316,7 @@ class ForeignStates:
         """Store the states. `seen` makes all inputs of the convolution in this call, [B, C, T], for a cache that
         records them until it is cropped.
         """
-        layer, first = self._layer, not self._layer.has_previous_state.get(0)
+        layer, first = self._layer, not first_of(self._layer.has_previous_state)
         for name, state in states.items():
             if first:
                 layer.lazy_initialization(**{"conv_states" if name == CONV else "recurrent_states": state})
@@ -199,5 +324,8 @@ class ForeignStates:
             if name == CONV and seen is not None and getattr(layer, "record_past", False):
                 held[0] = seen() if first else torch.cat((held[0], seen()), dim=-1)
             else:
-                held[0].copy_(state)
-        layer.has_previous_state[0] = True
+                first_of(held).copy_(state)
+        if NUMBERS_STATES:
+            layer.has_previous_state[0] = True
+        else:
+            layer.has_previous_state = True

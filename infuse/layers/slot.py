@@ -8,12 +8,13 @@ format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. recurr
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from infuse import memory
 from infuse.errors import ContextLimitError, InfuseError, UnsupportedCall
@@ -24,17 +25,33 @@ _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
 Rows = tuple[tuple[int, int], ...]  # heads and width of keys, and of values
 
 
-class Slot(CacheLayerMixin):
-    """Cached data of one layer for `length` tokens so far, written by our layer with id `filler`."""
+@dataclass(frozen=True)
+class Filler:
+    """Identifies one of our layers in a cache, also in copies and pickles of its model.
+
+    `model`: equal for the layers of a model. `layer`: the path in it.
+    """
+
+    model: str
+    layer: str = ""
+
+
+class Slot(ABC):
+    """Cached data of one layer for `length` tokens so far, written by our layer `filler`.
+
+    Each kind is also the class of transformers' cache layers that holds the same, so that other libraries know it.
+    """
 
     is_sliding = False
+    is_croppable: bool  # whether tokens may be dropped
     place: Tensor | None = None  # index of the next token, inside a CUDA graph
     row_lengths: Tensor | None = None  # set if rows have different lengths
     keeps_each = False  # whether it keeps what it held after each token since the last snapshot
+    _left: torch.device | None = None  # the device that `offload` moved it from
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         self.length = 0
-        self.filler: str | None = None  # identifies the layer, also in copies and pickles
+        self.filler: Filler | None = None
         self.capacity_tokens, self.limit_tokens, self.format = capacity_tokens, limit_tokens, format
         self.is_initialized = False
 
@@ -45,7 +62,7 @@ class Slot(CacheLayerMixin):
     def storages(self) -> list[Tensor]:
         """The storage tensors, [B, ...] each; empty before the first token."""
 
-    def snapshot(self, *, each: bool = False) -> None:
+    def snapshot(self, *, each: bool = False) -> None:  # noqa: B027
         """Mark a point that `rewind` can return to, and with `each` all later points until the next snapshot.
 
         Does nothing where any point works.
@@ -68,9 +85,35 @@ class Slot(CacheLayerMixin):
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
 
     @abstractmethod
+    def reset(self) -> None:
+        """Hold no tokens."""
+
+    @abstractmethod
     def _select(self, rows: Tensor) -> None: ...
 
+    @abstractmethod
+    def move(self, device: torch.device) -> None:
+        """Move what is held to another device."""
+
     # -- common to all kinds
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device on which layers write to it, also while it is offloaded; None before the first token."""
+        storages = self.storages
+        return self._left or (storages[0].device if storages else None)
+
+    def offload(self) -> None:
+        """Move to the CPU, until `prefetch`."""
+        if self.storages:
+            self._left = self.device
+            self.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move back to the device that `offload` moved from."""
+        if self._left is not None:
+            self.move(self._left)
+            self._left = None
 
     @property
     def rows(self) -> int:
@@ -84,11 +127,13 @@ class Slot(CacheLayerMixin):
             excess = f"the cache holds {self.length} tokens, {tokens} more were given"
             raise ContextLimitError(f"{excess}, and max_out_tokens is {self.limit_tokens}")
 
-    def fill_by(self, filler: str | None) -> None:
+    def fill_by(self, filler: Filler | None) -> None:
         """Raise UnsupportedCall if another layer filled this slot. None: the layer is unknown."""
         if filler is None:
             return
         if self.length and self.filler is not None and self.filler != filler:
+            if self.filler.model == filler.model:
+                raise UnsupportedCall(_same_number(self.filler.layer, filler.layer))
             raise UnsupportedCall(
                 "past_key_values: the cache was filled by another model; fill a new cache with this model, or reset() "
                 "this one"
@@ -155,7 +200,7 @@ class Slot(CacheLayerMixin):
             raise UnsupportedCall("hold_place: this cache holds more than keys, values and states: no graphs are made")
 
 
-class KVSlot(Slot):
+class KVSlot(Slot, DynamicLayer):  # type: ignore[misc, override]
     """One layer's keys and values. `reserve` makes room, the caller writes, `advance` counts the tokens."""
 
     is_croppable = True
@@ -205,7 +250,7 @@ class KVSlot(Slot):
     def _stored(self, states: Tensor) -> Tensor:
         return states if self.format is None else quantize_rows(states)
 
-    def reserve(self, batch: int, tokens: int, rows: Rows, like: Tensor, filler: str | None = None) -> int:
+    def reserve(self, batch: int, tokens: int, rows: Rows, like: Tensor, filler: Filler | None = None) -> int:
         """Make room for `tokens` more, in the dtype and on the device of `like`. Return the index of the first.
 
         Raise ContextLimitError beyond `limit_tokens`, InfuseError for another batch than is held, and UnsupportedCall
@@ -265,6 +310,10 @@ class KVSlot(Slot):
     def storages(self) -> list[Tensor]:
         """Stored keys and values, [B, K, S, D] each."""
         return [each for each in (self.key_storage, self.value_storage) if each is not None]
+
+    def move(self, device: torch.device) -> None:
+        if self.key_storage is not None and self.value_storage is not None:
+            self.key_storage, self.value_storage = self.key_storage.to(device), self.value_storage.to(device)
 
     def take(self, other: KVSlot) -> None:
         assert other.format == self.format and other.key_storage is not None
@@ -349,7 +398,7 @@ class KVSlot(Slot):
         self.reserve(key_states.shape[0], 0, _rows_of(key_states, values), key_states)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, filler: str | None = None, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: Any, filler: Filler | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if self.place is not None:
             return self._update_place(key_states, value_states)
@@ -412,6 +461,15 @@ class KVSlot(Slot):
 
 def _rows_of(key_states: Tensor, value_states: Tensor) -> Rows:
     return (key_states.shape[1], key_states.shape[3]), (value_states.shape[1], value_states.shape[3])
+
+
+def _same_number(first: str, second: str) -> str:
+    return (
+        f"past_key_values: {first} and {second} of this model have the same layer_idx, and a cache has one place for "
+        "each number (a DynamicCache of transformers appends the keys of one layer to those of the other). Load the "
+        "model again and number its layers before init_inference, such as: for i, layer in "
+        "enumerate(model.model.layers): layer.self_attn.layer_idx = i. Or call it without a cache (use_cache=False)"
+    )
 
 
 def _told(rows: Rows, dtype: torch.dtype, device: torch.device) -> str:

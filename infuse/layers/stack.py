@@ -31,7 +31,6 @@ from infuse.layers.one_call import OneCall, StepCall, states_last
 from infuse.layers.position import LearnedBias, PassedCosSin, Positions
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.layers.recurrent import Recurrent
-from infuse.layers.slot import KVSlot
 from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
@@ -393,10 +392,9 @@ class _Placed(NamedTuple):
     mixer: Any
 
     def slot_in(self, cache: KVCache) -> Any:
-        kind = StateSlot if isinstance(self.mixer, Recurrent) else KVSlot
-        if self.mixer.shape.beside:
-            return cache.slot_of(self.layer, self.mixer._name, kind)
-        return cache.slot(self.layer, kind)
+        if isinstance(self.mixer, Recurrent):
+            return self.mixer.states_in(cache, self.layer)
+        return cache.slot(self.layer)
 
 
 def _mixers_of(block: Any) -> list[Any]:

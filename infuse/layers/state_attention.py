@@ -33,6 +33,7 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         super().__init__(shape, context)
         if not shape.delta:
             self.turned = dict(_STATE_SPACE_TURNED)  # a dict, as the view of one cannot be pickled
+            self.turns_state = True
         for leaf, there in (("A_log", True), ("dt_bias", True), ("D", shape.skip)):
             self.register_parameter(leaf, empty(shape.heads) if there else None)
         self.register_parameter("norm", empty(shape.norm.columns) if shape.norm.there else None)

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from infuse import memory
+from infuse.errors import UnsupportedCall
 from infuse.layers.slot import Slot
 from infuse.ops.cache_rows import dequantize_rows, quantize_rows
 
 
-class StatesSlot(Slot):
+class StatesSlot(Slot, DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values [R, H, L, D], each row for `repeats` consecutive rows of the batch.
 
     With format "int8" rows are stored as in ops/cache_rows.py.
@@ -45,12 +46,35 @@ class StatesSlot(Slot):
         return list(self._held)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         return self._of_each_row(0)
+
+    @keys.setter
+    def keys(self, states: Tensor | None) -> None:
+        self._assign(0, states)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         return self._of_each_row(1)
+
+    @values.setter
+    def values(self, states: Tensor | None) -> None:
+        self._assign(1, states)
+
+    def _assign(self, index: int, states: Tensor | None) -> None:
+        """Replace keys or values by `states` [B, H, L, D], as callers do that change or move them."""
+        held = self.rows_of_batch()
+        if not held or states is None:
+            raise UnsupportedCall(
+                "keys and values of an encoder's states: only tensors can be assigned, and only after the first call; "
+                "reset() drops them"
+            )
+        held[index] = self._stored(states)
+        self._held, self.repeats, self.length = tuple(held), 1, states.shape[2]
 
     def _of_each_row(self, index: int) -> Tensor | None:
         if not self._held:
@@ -101,6 +125,9 @@ class StatesSlot(Slot):
     def rewind(self, tokens: int) -> int:
         return tokens
 
+    def move(self, device: torch.device) -> None:
+        self._held = tuple(each.to(device) for each in self._held)
+
     def copied(self) -> StatesSlot:
         slot = copy.copy(self)
         slot._held = tuple(each.clone() for each in self._held)
@@ -139,7 +166,7 @@ class StatesSlot(Slot):
             self._held = tuple(each.index_select(0, index) for each in self._held)
 
 
-class StatesCache(Cache):
+class StatesCache(DynamicCache):
     """Slots of an encoder's states, behind transformers' protocol for caches."""
 
     layers: list[Any]  # StatesSlots
@@ -147,7 +174,7 @@ class StatesCache(Cache):
     def __init__(self, format: str | None = None):
         self.format = format
         self._repeats: tuple[Tensor | None, int] = None, 1
-        super().__init__(layer_class_to_replicate=partial(StatesSlot, format))  # type: ignore[arg-type]
+        Cache.__init__(self, layer_class_to_replicate=partial(StatesSlot, format))  # type: ignore[arg-type]
 
     def slot(self, index: int) -> StatesSlot:
         """Return the slot of layer `index`, creating it if necessary."""
@@ -212,6 +239,9 @@ class MadeSlot(Slot):
 
     def crop_rows(self, lengths: Tensor) -> None:
         """Do nothing: rows of the source keep their lengths."""
+
+    def move(self, device: torch.device) -> None:
+        """Do nothing: it is made again from a source on another device."""
 
     def copied(self) -> MadeSlot:
         slot = copy.copy(self)

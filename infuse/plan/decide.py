@@ -46,7 +46,7 @@ from infuse.plan.formats import matrices_made, matrix_made, matrix_name, matrix_
 from infuse.plan.kinds import BLOCK, SPLIT
 from infuse.plan.plan import Plan
 from infuse.plan.readings import binds_alike
-from infuse.plan.shared import Sharing
+from infuse.plan.shared import Sharing, same_indices
 from infuse.plan.step import Left, Step
 from infuse.plan.stored import NOTHING_STORED, StoredFormats
 from infuse.quant.format import QuantFormat
@@ -123,6 +123,7 @@ def _notes(facts: Facts, candidate: Candidate, on_patterns: list[str]) -> tuple[
         *without_effect(model, config, device, steps),
         *facts.formats.idle(device, facts.dtype),
         *adapter_notes(model),
+        *same_indices(model, steps),
         *without_kernels(candidate.choices, steps, device),
     )
 

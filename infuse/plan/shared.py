@@ -72,6 +72,24 @@ class Sharing:
         return (f"{lost[0]}{more}: shared before, not shared now: {why}",)
 
 
+def same_indices(model: nn.Module, steps: Iterable[Step]) -> tuple[str, ...]:
+    """A note if layers of one list have the same index in the cache, as copies of layers do that keep their number."""
+    indices = {id(model.get_submodule(step.path)): step.index for step in steps if step.decodes}
+    places: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in indices:
+            places[path.rpartition(".")[0], indices[id(module)]].append(path)
+    several = [(index, paths) for (_, index), paths in places.items() if len(paths) > 1]
+    if not several:
+        return ()
+    index, paths = several[0]
+    more = f", and {len(several) - 1} more numbers" if len(several) > 1 else ""
+    return (
+        f"{' and '.join(paths)} have the same layer_idx {index}{more}: no cache can hold the keys of both (the "
+        "original mixes them); give each layer its own layer_idx before init_inference, or call without a cache",
+    )
+
+
 def refuse_shared(model: nn.Module, path: str, shared: Mapping[str, tuple[str, ...]]) -> None:
     """Raise SpecMismatch if another layer shares weights with the layer at `path`: ranks would cut them twice.
 

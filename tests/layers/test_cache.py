@@ -376,3 +376,26 @@ def test_keys_and_values_may_be_assigned_and_read_by_layer(format: str | None) -
     ours.layers[0].keys = ours.layers[0].values = None
     assert ours.get_seq_length() == 0
     ours.update(*states(3, 1, generator), 0)
+
+
+# Layers with windows keep the whole text until there are pages: how much larger that is than transformers' own cache,
+# of 400 tokens, without windows of less than 64 tokens' room.
+WINDOWED = {"mistral": (8, 64.0), "gemma3": (64, 3.0), "gpt-oss": (64, 2.65)}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_what_windows_cost_does_not_grow(name: str) -> None:
+    """docs/long-contexts.md tells how to compute it; generate asks for no more than the room for the answer."""
+    window, most = WINDOWED[name]
+    family, tokens = BY_NAME[name], 400
+    models = [family.make(sliding_window=window, max_position_embeddings=512) for _ in range(2)]
+    given = torch.randint(3, 96, (1, tokens - 8), generator=torch.Generator().manual_seed(1))
+    asked = dict(max_new_tokens=9, do_sample=False, return_dict_in_generate=True)  # the last one is not in the cache
+    own = models[0].generate(given, **asked).cache
+    ours = infuse.init_inference(models[1], dtype="fp32", progress=False).generate(given, **asked).cache
+    its_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in own.layers)
+    row_bytes = [2 * layer.keys.shape[1] * layer.keys.shape[3] * 4 for layer in own.layers]
+    held = [min(tokens, layer.sliding_window - 1) if layer.is_sliding else tokens for layer in own.layers]
+    assert its_bytes == sum(map(int.__mul__, held, row_bytes))
+    assert ours.nbytes() <= 448 * sum(row_bytes), "room for multiples of 64 tokens"
+    assert ours.nbytes() / its_bytes <= most

@@ -65,7 +65,7 @@ class PairSteps(DirectSteps):
         if pair is None or type(pair.self_attention_cache) is not KVCache or not before or len(blocks) != count:
             return None
         cache = pair.self_attention_cache
-        x = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
+        x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
         begin = _Begin.of(before, x, parts, inputs[self.ids], cache.layers[0].length - 1)
         read = _read(blocks, parts, pair, x, turned[0].output if turned else None)
         turning = _turning(turned[0], (before[0].output, x)) if len(turned) == 1 else None
