@@ -46,7 +46,8 @@ LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
     "cli/app.py", "cli/gguf_file.py", "cli/model_class.py", "cli/model_folder.py", "layers/cache.py",
-    "layers/slot.py", "layers/hook.py", "layers/states_slot.py",
+    "layers/slot.py", "layers/hook.py", "layers/states_slot.py", "layers/recurrence_slot.py", "layers/hybrid_slot.py",
+    "layers/shown_states.py",
     "graphs/held_states.py", "generate/same_inputs.py", "generate/candidates.py",
     "generate/choose.py",
     "generate/install.py", "generate/pairs/cache.py", "generate/loop.py", "generate/speculation.py", "proof/cases.py",

@@ -75,9 +75,10 @@ class InferenceConfig(Section):
     replace layers; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int
     pre-allocates and caps). dtype int8 means int8 weights and 16-bit activations. infuse's own keys: verify (which
     steps are proven before the swap), device (None: where the model is), progress (None: bars on a terminal only),
-    skip_padding (True: encoder layers return zeros at the padding instead of computing it) and experts ("mmap": experts
-    saved in our shards are mapped from their file instead of read) and kv_cache ("int8": generate keeps keys and values
-    in int8; None: in the compute dtype). The caller's dict is not changed.
+    skip_padding (True: encoder layers return zeros at the padding instead of computing it; not for models that score
+    with hidden tokens, such as ColBERT's expanded queries), experts ("mmap": experts saved in our shards are mapped
+    from their file instead of read) and kv_cache ("int8": generate keeps keys and values in int8; None: in the compute
+    dtype). The caller's dict is not changed.
     """
 
     aliases = MappingProxyType(

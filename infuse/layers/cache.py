@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.hybrid_slot import HybridSlot
-from infuse.layers.linear_layer import CONV, STATE, LinearLayer
 from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.shown_states import CONV, STATE, LinearLayer
 from infuse.layers.slot import KVSlot, Slot
 from infuse.native import kernels
 

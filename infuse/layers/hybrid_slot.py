@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from infuse.layers.linear_layer import LinearLayer
 from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.shown_states import LinearLayer
 from infuse.layers.slot import KVSlot
 
 

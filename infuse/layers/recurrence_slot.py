@@ -1,7 +1,7 @@
 """StateSlot: the states of one layer's recurrence in our cache. ForeignStates: those in a cache of transformers.
 
 States go on from token to token, so a slot can go back only to those that were kept. Models that are not ours go on
-with a StateSlot as with a layer of transformers' (linear_layer.py).
+with a StateSlot as with a layer of transformers' (shown_states.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.held_count import HeldCount
-from infuse.layers.linear_layer import CONV, NUMBERS_STATES, STATE, LinearLayer, first_of
+from infuse.layers.shown_states import CONV, NUMBERS_STATES, STATE, LinearLayer, first_of
 from infuse.layers.slot import Filler, Slot
 
 

@@ -1,4 +1,4 @@
-"""Layers that are copied without a number of their own, as in depth up-scaling: two of them have one place in a cache."""
+"""Layers that are copied without a number of their own, as in depth up-scaling: two have one place in a cache."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ import infuse
 from infuse.errors import UnsupportedCall
 from infuse.generate.pairs.cache import PairCache
 from infuse.layers.cache import KVCache
-from infuse.layers.linear_layer import NUMBERS_STATES
 from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.shown_states import NUMBERS_STATES
 from infuse.layers.states_slot import StatesCache
 from tests.models import encoder_decoders
 from tests.models.families import BY_NAME

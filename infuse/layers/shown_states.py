@@ -11,15 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
-
-if TYPE_CHECKING:
-    from infuse.layers.recurrence_slot import StateSlot
 
 CONV, STATE = "conv", "state"  # names of states in transformers' caches, too
 NUMBERS_STATES = "number_of_states" in inspect.signature(LinearAttentionCacheLayerMixin.__init__).parameters
@@ -37,7 +34,7 @@ def _numbered(value: Any) -> Any:
 class _Shown(dict):
     """The states of one kind by number. One that is assigned is stored in the slot."""
 
-    def __init__(self, slot: StateSlot, name: str):
+    def __init__(self, slot: Any, name: str):
         super().__init__({0: slot.shown(name)})
         self._slot, self._name = slot, name
 
@@ -52,8 +49,8 @@ class LinearLayer:
     number_of_states = 1
 
     @property
-    def of_states(self) -> StateSlot:
-        """The slot with the states."""
+    def of_states(self) -> Any:
+        """The StateSlot with the states."""
         raise NotImplementedError
 
     @property
