@@ -129,7 +129,7 @@ class Slot(ABC):
 
     def fill_by(self, filler: Filler | None) -> None:
         """Raise UnsupportedCall if another layer filled this slot. None: the layer is unknown."""
-        if filler is None:
+        if filler is None or filler is self.filler:  # comparing records takes 0.5 us, in each layer of each step
             return
         if self.length and self.filler is not None and self.filler != filler:
             if self.filler.model == filler.model:
