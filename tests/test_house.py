@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "memory",
         "temporary_hooks",
         "lookups",
+        "questions",
         "dtype_cast",
         "undisturbed",
         "native",

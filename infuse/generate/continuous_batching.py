@@ -16,6 +16,7 @@ from torch import nn
 from infuse.errors import ContextLimitError, NotAvailable, UnsupportedCall
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import calls_by_name
+from infuse.questions import attribute
 
 NAMES = ("generate_batch", "init_continuous_batching")
 _HOOK = "infuse_"  # prefix of our attention functions' names (layers/hook.py)
@@ -33,10 +34,10 @@ def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwa
 
     transformers would only log an error from `add_request`.
     """
-    config = kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config
+    config = kwargs.get("generation_config") or (args[0] if args else None) or attribute(self, "generation_config")
     new = kwargs.get("max_new_tokens")
     for ids in inputs:
-        _check(self._infuse.limit_tokens, ids, config.max_new_tokens if new is None else new)
+        _check(self._infuse.limit_tokens, ids, attribute(config, "max_new_tokens") if new is None else new)
     return type(self).generate_batch(self, inputs, *args, **kwargs)
 
 

@@ -30,6 +30,7 @@ from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.recurrent import Recurrent
 from infuse.layers.stack import ONE, Answer, Around, Called, Factor, StackCall
 from infuse.ops.cpu.program import CosSin
+from infuse.questions import attribute, returned
 from infuse.temporary_hooks import TemporaryHooks
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
@@ -58,7 +59,8 @@ class DirectSteps:
             return None
         if (found := _down_to_blocks(model)) is None:
             return None
-        return Parts.of(found, model.get_input_embeddings(), model.get_output_embeddings(), self.is_ours)
+        embedding, head = returned(model, "get_input_embeddings"), returned(model, "get_output_embeddings")
+        return Parts.of(found, embedding, head, self.is_ours)
 
     def traced(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Any, DirectStep | None]:
         """Call the model for one new token of each row, and find how to make the next such steps without it."""
@@ -108,7 +110,8 @@ class DirectSteps:
         of_tokens, passed = inputs.get("attention_mask"), [call.output for call in turned]
         mask = None if of_tokens is None else of_tokens.bool()[:, None, None]
         # The decoder's own config, not a tower's.
-        config = [each.config for each in parts.above if hasattr(getattr(each, "config", None), "model_type")][-1]
+        configs = [config for each in parts.above if hasattr(config := attribute(each, "config"), "model_type")]
+        config = configs[-1] if configs else None
         hiding = Hiding(mask, cache.layers[0].length, spans_in(config, "window"))
         windows = []
         for block, call in zip(parts.blocks, blocks, strict=True):
@@ -257,7 +260,7 @@ class Plain:
         # Where other threads call the model meanwhile, these may be the results of any module.
         if not all(isinstance(value, Tensor) for value in (x, embedded, given, normed, made)):
             return None
-        config = parts.above[0].config
+        config = attribute(parts.above[0], "config")
         numbers = [number for number in dict.fromkeys(numbers_in(config, FACTORS)) if number != 1.0]
         products = [ONE, *map(Factor, numbers)]
         factors = [*products, *(Factor(number, divides=True) for number in numbers)]
@@ -313,8 +316,8 @@ def equal(found: Any, wanted: Tensor) -> bool:
 def numbers_in(config: Any, words: Sequence[str]) -> Iterator[float]:
     """The numbers that a config and those inside it have, or compute, under names with one of these words."""
     owned = {name for kind in type(config).__mro__ for name, own in vars(kind).items() if isinstance(own, property)}
-    computed = {name: getattr(config, name, None) for name in sorted(owned) if _has_word(name, words)}
-    for name, value in {**vars(config), **computed}.items():
+    computed = {name: attribute(config, name) for name in sorted(owned) if _has_word(name, words)}
+    for name, value in {**attribute(config, "__dict__", {}), **computed}.items():
         if hasattr(value, "model_type"):
             yield from numbers_in(value, words)
         elif _has_word(name, words) and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -362,7 +365,7 @@ class Turning:
 
     @property
     def by_index(self) -> bool:
-        rope_type = getattr(self.call.module, "rope_type", None)
+        rope_type = attribute(self.call.module, "rope_type")
         kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]  # a dict names layers' kinds
         return _STATIC_ROPE.issuperset(kinds)
 
@@ -372,11 +375,12 @@ class Turning:
 
 def spans_in(config: Any, kind: str) -> set[int]:
     """The windows, or the chunks that tokens attend to, in a config and those inside it, by the word for their kind."""
-    inside = [spans_in(value, kind) for value in vars(config).values() if hasattr(value, "model_type")]
+    held = attribute(config, "__dict__", {})
+    inside = [spans_in(value, kind) for value in held.values() if hasattr(value, "model_type")]
     # Qwen's max_window_layers and Cohere's sliding_window_pattern count layers; state spaces compute prompts by chunks.
     of_tokens = {
         name: value
-        for name, value in vars(config).items()
+        for name, value in held.items()
         if not name.endswith(("layers", "pattern")) and name not in ("mamba_chunk_size", "chunk_size")
     }
     named = [value for name, value in of_tokens.items() if kind in name]

@@ -48,6 +48,7 @@ from infuse.layers.model_methods import answer_for_replaced
 from infuse.layers.named_attention import names_ours
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.parallel.group import LOCAL, Group
+from infuse.questions import attribute, parameters, returned
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
@@ -147,7 +148,7 @@ def install(
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         # Not a bound method, which would unpickle as the class's own.
         module.generate = partial(generate, module)  # type: ignore[assignment]
-        if caches and getattr(module, _STATEFUL, False):
+        if caches and attribute(module, _STATEFUL):
             setattr(module, _STATEFUL, False)
     elif is_pair(module) and (direct is not None or buckets is not None) and _passes_on(type(module)):
         module.generate = partial(_generate_own, module)  # type: ignore[assignment]
@@ -204,7 +205,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _replaced(args, kwargs, names, _ASSISTANT, arguments[_ASSISTANT])
     installed: Installed = self._infuse
     if installed.group.size > 1:
-        settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
+        settings = (attribute(self, "generation_config"), installed.limit_tokens, installed.min_new_tokens)
         check_before_generate(installed.group, arguments, settings, installed.buckets)
         installed.group.share_random_state()
     if not names or len(args) > len(names):  # not recognizable as transformers' own generate
@@ -337,18 +338,18 @@ class _Asked:
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any]):
         self._model, self._kwargs = model, kwargs
-        self._configs = (kwargs.get("generation_config"), model.generation_config)
+        self._configs = (kwargs.get("generation_config"), attribute(model, "generation_config"))
         prompts = [kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
         self._prompt = next((value for value in prompts if isinstance(value, Tensor) and value.dim() >= 2), None)
 
     def value(self, name: str) -> Any:
         """Return the first value given for `name`; None if there is none."""
-        values = (self._kwargs.get(name), *(getattr(config, name, None) for config in self._configs))
+        values = (self._kwargs.get(name), *(attribute(config, name) for config in self._configs))
         return next((value for value in values if value is not None), None)
 
     def takes_our_cache(self) -> bool:
         """Whether the caller has not configured the cache, and the mode supports a passed one."""
-        if cache_in(self._kwargs) is not None or self._model.config.is_encoder_decoder:
+        if cache_in(self._kwargs) is not None or is_pair(self._model):
             return False
         # Attentions have a column for each cached key, and transformers' own caches drop keys outside the window.
         if self._kwargs.get(_LOOP) is not None or self.value("output_attentions") or not _accepts_cache(self._model):
@@ -453,8 +454,7 @@ def _holds_all_states(model: Any) -> bool:
 
     A layer of that cache that holds more than keys and values, such as the state of a convolution, must be a block's.
     """
-    makes_default = getattr(model, "_supports_default_dynamic_cache", None)
-    if makes_default is None or not makes_default():
+    if not returned(model, "_supports_default_dynamic_cache"):
         return False
     try:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -467,9 +467,9 @@ def _holds_all_states(model: Any) -> bool:
 
 def _accepts_cache(model: Any) -> bool:
     """Whether transformers lets `generate` pass the model a cache; it reads this from signatures."""
-    names = set(inspect.signature(model.prepare_inputs_for_generation).parameters)
+    names = parameters(model, "prepare_inputs_for_generation")
     if not names.isdisjoint({"kwargs", "model_kwargs"}):
-        names |= set(inspect.signature(model.forward).parameters)
+        names |= parameters(model, "forward")
     return CACHE_NAME in names
 
 

@@ -31,6 +31,7 @@ from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
 from infuse.layers.mixer import Mixer
 from infuse.parallel.group import LOCAL, Group
+from infuse.questions import attribute
 
 # A prompt of more than twice this many tokens, over all rows, runs in parts of this size. Activations then take the
 # memory of 4096 tokens, however long the prompt is, and products are as fast as over the whole prompt.
@@ -86,21 +87,27 @@ def rotates_by_length(model: Any, first_tokens: int = 0, last_tokens: float = ma
     Beyond the length of training, frequencies change once ("longrope") or with every token ("dynamic").
     """
     for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)
+        rope_type = attribute(module, "rope_type")
         kinds = set(rope_type.values() if isinstance(rope_type, dict) else [rope_type])  # a dict names layers' kinds
         if kinds.isdisjoint(_BY_LENGTH):
             continue
         trained_tokens = _trained_tokens(module)
+        if trained_tokens is None:
+            return True
         if last_tokens > trained_tokens and ("dynamic" in kinds or first_tokens <= trained_tokens):
             return True
     return False
 
 
-def _trained_tokens(rotary: Any) -> int:
-    parameters = rotary.config.rope_parameters
+def _trained_tokens(rotary: Any) -> int | None:
+    """The length of training, None if the module's config does not tell it."""
+    parameters = attribute(rotary, "config.rope_parameters")
+    most_tokens = attribute(rotary, "config.max_position_embeddings")
+    if not isinstance(parameters, dict) or most_tokens is None:
+        return None
     inside = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     named = [section.get("original_max_position_embeddings") for section in inside]
-    return min([rotary.config.max_position_embeddings, *(number for number in named if number)])
+    return min([most_tokens, *(number for number in named if number)])
 
 
 @torch.inference_mode()
@@ -207,7 +214,7 @@ class Steps:
         self._direct = direct
         self._step: DirectStep | None = None
         self._prepares_alone = prepares_alone(model)
-        self._reads = model.config.is_encoder_decoder  # an encoder's states
+        self._reads = bool(attribute(model, "config.is_encoder_decoder"))  # an encoder's states
         prefix = _OF_DECODER if self._reads else ""
         self._ids, self._mask, self._positions = (prefix + name for name in _FOLLOWED)
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
@@ -337,7 +344,7 @@ class Steps:
             return False
         if prepare is not GenerationMixin.prepare_inputs_for_generation:
             # Phi3 recomputes the cache when it switches to the frequencies for long prompts.
-            short = getattr(self.model.config, "original_max_position_embeddings", None)
+            short = attribute(self.model, "config.original_max_position_embeddings")
             if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
                 return False
         known = {self._ids, self._mask, self._positions, *CACHE_NAMES, *(["attention_mask"] if self._reads else [])}

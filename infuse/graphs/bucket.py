@@ -21,6 +21,7 @@ from infuse.graphs.signature import Unsupported
 from infuse.layers.cache import KVCache
 from infuse.layers.held_count import HeldCounts
 from infuse.layers.recurrence_slot import StateSlot
+from infuse.questions import attribute
 
 _KNOWN_STATES = 16  # most places of states: a batch of ever other shapes would add them without end
 
@@ -157,7 +158,7 @@ class _Step:
         assert self.forward is not None
         model = getattr(self.forward, "__self__", None)
         foreign = any(slot.filler is None for slot in self.cache.held_slots)
-        if foreign and not getattr(model, "_can_compile_fullgraph", False):
+        if foreign and not attribute(model, "_can_compile_fullgraph"):
             raise RuntimeError(f"{type(model).__name__} has attentions of its own, which may not mask free room")
         held = None if states is None else self.states[states]
         cache: Any = self.cache if held is None else held.pair(self.cache)

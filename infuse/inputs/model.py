@@ -135,7 +135,7 @@ def _table(model: Any) -> nn.Module | None:
     """The model's token embedding; None without one."""
     try:
         return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError) as error:
+    except Exception as error:  # a class without this method, or one that cannot say
         if isinstance(error, AttributeError) and hasattr(model, "get_input_embeddings"):
             return None  # the user deleted the table, to pass embeddings only
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)

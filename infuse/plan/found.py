@@ -12,16 +12,15 @@ from torch import nn
 
 from infuse.architectures.adapters import base_path, is_adapter
 from infuse.inputs.model import reads_states
+from infuse.questions import attribute, returned
 
+_TABLE = "get_input_embeddings"
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index
 
 
 def path_of(model: Any, getter: str) -> str | None:
     """Path of the module that `model.getter()` returns, without an adapter around it; None without one."""
-    try:
-        wanted = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):  # no such method, or a class without these embeddings
-        return None
+    wanted = returned(model, getter)
     path = next((name for name, module in model.named_modules() if module is wanted), None)
     return None if path is None else base_path(model, path)
 
@@ -70,7 +69,8 @@ def one_by_one(model: nn.Module, waiting: Collection[str]) -> Iterator[tuple[str
 
 
 def _is_model(module: nn.Module) -> bool:
-    return hasattr(module, "config") and hasattr(module, "get_input_embeddings")
+    has_table = hasattr(type(module), _TABLE) or attribute(module, _TABLE) is not None  # an adapter passes it on
+    return hasattr(module, "config") and has_table
 
 
 def traits(model: nn.Module, path: str, *, is_called: bool) -> tuple:

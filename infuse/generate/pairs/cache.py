@@ -13,6 +13,7 @@ from infuse.cache_names import cache_in
 from infuse.generate.loop import CACHE_NAME
 from infuse.layers.cache import KVCache
 from infuse.layers.states_slot import StatesCache
+from infuse.questions import attribute, returned
 
 PREPARES = "_prepare_cache_for_generation"  # the method of transformers in which `generate` makes its caches
 _DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # ours keeps tokens outside of a window, which masks hide
@@ -38,12 +39,12 @@ def install_pair(module: nn.Module) -> None:
 
 def is_pair(module: Any) -> bool:
     """Whether a model reads states of an encoder of its own."""
-    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+    return bool(attribute(module, "config.is_encoder_decoder"))
 
 
 def encoders_in(module: Any) -> list[str]:
     """The path of the encoder that `generate` runs before the decoder's steps, in a list; an empty one without any."""
-    encoder = module.get_encoder() if is_pair(module) and hasattr(module, "get_encoder") else None
+    encoder = returned(module, "get_encoder") if is_pair(module) else None
     return [path for path, part in module.named_modules() if part is encoder and part is not module]
 
 

@@ -36,6 +36,7 @@ from infuse.layers.named_attention import names_ours
 from infuse.layers.position import LearnedBias
 from infuse.layers.stack import Around, Called, Factor, ReadStates, Table
 from infuse.layers.states_slot import StatesCache
+from infuse.questions import attribute, returned
 
 
 class PairSteps(DirectSteps):
@@ -51,9 +52,8 @@ class PairSteps(DirectSteps):
         if (layers := _reading_blocks(model)) is None:
             return None
         path = path_to(model, layers)
-        decoder: Any = path[-2]
-        embedding = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
-        return Parts.of(path, embedding, model.get_output_embeddings(), self.is_ours)
+        embedding = returned(path[-2], "get_input_embeddings")  # of the decoder
+        return Parts.of(path, embedding, returned(model, "get_output_embeddings"), self.is_ours)
 
     def step_of(self, parts: Parts, calls: list[Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
         pair = pair_of(cache_in(inputs))
@@ -84,7 +84,7 @@ class PairSteps(DirectSteps):
             return None
         turnings = [] if turning is None else [turning]
         step = PairStep(parts, stack, answer, end.norm, turnings, _Both(begin, end), cache, before[0].output)
-        spans = [span for kind in ("window", "chunk") for span in spans_in(parts.above[0].config, kind)]
+        spans = [span for kind in ("window", "chunk") for span in spans_in(attribute(parts.above[0], "config"), kind)]
         step.end_tokens = min([begin.places_count, *spans])
         return step
 
@@ -133,7 +133,7 @@ class _Begin:
         if len(found) != 1:
             return None
         counts_ids = placed is not None and not isinstance(placed.module, nn.Embedding)
-        padding = getattr(placed.module, "padding_idx", None) if placed is not None and counts_ids else None
+        padding = attribute(placed.module, "padding_idx") if placed is not None and counts_ids else None
         return cls(found[0], places, padding, None if norm is None else norm.module, norm_first)
 
     @property
@@ -221,8 +221,8 @@ def _factors(parts: Parts, x: Tensor) -> list[float]:
     """Numbers by which a model multiplies values of this width: those of its config, the root of the width, or its
     inverse.
     """
-    width = x.shape[-1]
-    return list(dict.fromkeys((1.0, math.sqrt(width), width**-0.5, *numbers_in(parts.above[0].config, FACTORS))))
+    width, config = x.shape[-1], attribute(parts.above[0], "config")
+    return list(dict.fromkeys((1.0, math.sqrt(width), width**-0.5, *numbers_in(config, FACTORS))))
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
