@@ -7,7 +7,6 @@ did not try, so the user's code keeps running.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
@@ -145,17 +144,6 @@ def words_of(function: Any) -> Iterator[str]:
     for wrapped in with_wrapped(function):
         if isinstance(wrapped, FunctionType):
             yield from _words(wrapped.__code__)
-
-
-def told_in(cls: type) -> Iterator[str]:
-    """The arguments and texts of the methods that the class itself defines in its own file."""
-    functions = [
-        wrapped for value in vars(cls).values() for function in _functions(value) for wrapped in with_wrapped(function)
-    ]
-    for function in functions:
-        if isinstance(function, FunctionType) and function.__globals__.get("__name__") == cls.__module__:
-            yield from inspect.getfullargspec(function).args + inspect.getfullargspec(function).kwonlyargs
-            yield from _texts(function.__code__.co_consts)
 
 
 def _words(code: CodeType) -> Iterator[str]:

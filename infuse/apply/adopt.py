@@ -12,13 +12,13 @@ from infuse.architectures.experts import experts_in
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.layers.block import Block
-from infuse.layers.contract import ignored_by
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.linear import TransposedLinear
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
+from infuse.reading.keywords import unread_by
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:
@@ -97,9 +97,9 @@ def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None
 
 
 def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
-    """`adopt`, and make the block accept the keywords that the layer at `path` of `model` ignores."""
+    """`adopt`, and make the block accept the keywords that the layer never reads."""
     assert isinstance(new, Block), new
-    new.ignore(ignored_by(old, model, path))
+    new.ignore(unread_by(old))
     adopt(new, old)
 
 

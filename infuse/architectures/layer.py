@@ -75,7 +75,7 @@ class LayerSpec:
     SANDWICH adds `post1` and `post2` on their outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`:
     arguments that only repeat the mask. `mlp`: None for a layer of a mixer alone. A layer of another shape names its
     further parts in `more` and its steps in `program`; `values` are the arguments of its forward that these steps read.
-    `ends`, `unread`, `clamps`: as in CallSpec.
+    `ends`, `unread`, `clamps`, `cuts_mask`: as in CallSpec.
     """
 
     layer: str
@@ -101,6 +101,7 @@ class LayerSpec:
     ends: str = ""
     unread: tuple[str, ...] = ()
     clamps: str = ""
+    cuts_mask: bool = False
 
     def but(self, **changes: Any) -> LayerSpec:
         """Return a variant of the spec. A dict for `attn` or `mlp` changes fields of that part."""
@@ -146,6 +147,7 @@ class LayerSpec:
                 ends=self.ends,
                 unread=self.unread,
                 clamps=self.clamps,
+                cuts_mask=self.cuts_mask,
             ),
         )
         if differences := [*binder.differences, *binder.unclaimed()]:
@@ -161,7 +163,8 @@ class CallSpec:
     `values` those that steps of its program read by name. `ends`: for a layer that takes the tokens of several texts
     in one row, [tokens, width], the argument with their ends, [0, end of the first, ...]. Each token sees its own text.
     `unread`: arguments that are passed and not looked at. `clamps`: what the layer keeps within the range of float16:
-    CLAMP or CLAMP_INFINITE, its result; SUMS, each sum of its stream, where some value is not finite.
+    CLAMP or CLAMP_INFINITE, its result; SUMS, each sum of its stream, where some value is not finite. `cuts_mask`: a
+    mask with more columns than keys is cut, instead of an error.
     """
 
     arguments: tuple[str, ...] = ()
@@ -171,6 +174,26 @@ class CallSpec:
     ends: str = ""
     unread: tuple[str, ...] = ()
     clamps: str = ""
+    cuts_mask: bool = False
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The keywords that a layer takes, by name or because it `takes_any`, and never reads: all but those in `read`.
+
+    `to_cache`: its cache gets them, too.
+    """
+
+    names: frozenset[str] = frozenset()
+    takes_any: bool = False
+    read: frozenset[str] = frozenset()
+    to_cache: bool = False
+
+    def __contains__(self, name: object) -> bool:
+        return (self.takes_any or name in self.names) and name not in self.read
+
+
+NOTHING_UNREAD = Unread()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from infuse.authors import LibraryCalls
 from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
-from infuse.layers.contract import NEUTRAL
 from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.recurrent import Recurrent
 from infuse.layers.stack import ONE, Answer, Around, Called, Factor, StackCall
@@ -537,7 +536,8 @@ def _window_if_follows(call: Call, x: Any, cache: KVCache, passed: Sequence[Any]
     if (attends and turns is not None and _kind_in(passed, call) is None) or given.pop("output_attentions", None):
         return None
     given.pop("position_ids", None)  # which these blocks do not use
-    if not all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items()):
+    block: Any = call.module
+    if not all(block.ignores(name, value) for name, value in given.items()):
         return None
     if attends:
         return hiding.window_of(mask)

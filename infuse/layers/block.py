@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.layer import BIASED, LISTED, READING, SINGLE, TUPLE, LayerShape
+from infuse.architectures.layer import BIASED, LISTED, NOTHING_UNREAD, READING, SINGLE, TUPLE, LayerShape, Unread
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.program import NORM_OF_WIDE, folded, merged, on_ranks, reduces, without_branch
-from infuse.cache_names import CACHE_NAMES
+from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.cache import KVCache, keys_in, pair_of, self_attention_cache
+from infuse.layers.cache import KVCache, keys_in, pair_of, reads_keywords, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
@@ -105,10 +105,12 @@ class Block(InferenceModule):
         self._mask_of_numbers = any(mixer.mask_of_numbers for mixer in mixers)
         self._bias_argument = next((mixer.bias_argument for mixer in mixers if mixer.bias_argument), None)
         self._index, self._layer, self._values = index, layer, shape.call.values
+        self._cuts_mask = shape.call.cuts_mask
         self._may_be_asked = "output_attentions" in shape.call.arguments
         self._returns_weights = shape.call.returns == TUPLE and not self._may_be_asked
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values, *shape.call.unread}
         self._served |= {*filter(None, (self._bias_argument, shape.call.ends))}
+        self._unread = NOTHING_UNREAD
 
     def extra_repr(self) -> str:
         return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
@@ -129,9 +131,13 @@ class Block(InferenceModule):
                 part.filler = replace(part.filler, layer=f"a copy of {part.filler.layer or self._layer}")
         return made
 
-    def ignore(self, keywords: frozenset[str]) -> None:
-        """Take these keywords, too, which the original ignores."""
-        self._served |= keywords
+    def ignore(self, unread: Unread) -> None:
+        """Take these keywords, too, which the original never reads."""
+        self._unread = unread
+
+    def ignores(self, name: str, value: Any) -> bool:
+        """Whether this value of a keyword changes nothing that the block computes."""
+        return value is None or name in NEUTRAL or name.startswith("output_") or name in self._unread
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the original layer does; `hidden_states` [B, T, C], or [tokens of all texts, C].
@@ -210,10 +216,12 @@ class Block(InferenceModule):
                 cache = given(name)
         pair = pair_of(cache)
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
-            cache = paged_cache(cache) if is_paged(cache) else self_attention_cache(cache, self._layer, self._index)
+            cache = self._other_cache(cache, kwargs)
         mask = given("attention_mask")
         if self._mask_of_numbers and isinstance(mask, Tensor):
             mask = mask.bool()
+        if self._cuts_mask and isinstance(mask, Tensor):
+            mask = mask[..., : keys_in(cache, self._index, hidden_states.shape[1])[1]]
         if mask is not None and more is None and self._takes_scores_mask:
             check_mask(mask, self._layer)
         bias = given(self._bias_argument) if self._bias_argument else None
@@ -242,18 +250,31 @@ class Block(InferenceModule):
             pair,
         )
 
+    def _other_cache(self, cache: Any, kwargs: dict[str, Any]) -> Any:
+        """The cache that the parts take, if it is not ours alone. UnsupportedCall for one that is none."""
+        if is_paged(cache):
+            return paged_cache(cache)
+        if self._index is None and all(name in self._unread for name in CACHE_NAMES if kwargs.get(name) is not None):
+            return None
+        return self_attention_cache(cache, self._layer, self._index)
+
     def _arguments_of_named(self, kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
         """The arguments for attention functions that the config names; None to compute all of the block ourselves.
 
         UnsupportedCall if a part does not call any such function.
         """
-        found = None
-        if not self._mixers and (unknown := unserved(kwargs, self._served)):
-            refuse_arguments(self._layer, unknown, self._served)
+        found, unread, arguments = None, self._unread, self.shape.call.arguments
+        if unread.to_cache and reads_keywords(cache_in(kwargs)):
+            unread = NOTHING_UNREAD
+        # The original hands nothing on that it takes by name.
+        kwargs = {name: value for name, value in kwargs.items() if name not in unread.names or name not in unread}
+        if not self._mixers:
+            unknown = {name: value for name, value in unserved(kwargs, self._served).items() if name not in unread}
+            if unknown:
+                refuse_arguments(self._layer, unknown, self._served)
         for name in self._mixers:
             mixer: Any = self._modules[name]
-            arguments = self.shape.call.arguments
-            more = arguments_of_named(mixer, kwargs, self._served, arguments, self._layer)
+            more = arguments_of_named(mixer, kwargs, self._served, arguments, self._layer, unread)
             if more is not None and not mixer.calls_named:
                 refuse_arguments(self._layer, more, self._served)
             found = more if found is None else found

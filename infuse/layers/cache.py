@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from infuse.authors import LIBRARIES, package_of
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.hybrid_slot import HybridSlot
 from infuse.layers.recurrence_slot import StateSlot
@@ -365,6 +366,13 @@ def tokens_in(cache: Any) -> Any:
         return cache.get_seq_length()
     except ValueError:
         return None
+
+
+def reads_keywords(cache: Any) -> bool:
+    """Whether a cache may look at keywords of the call: one of a user's class, or with such a half or layer."""
+    halves = [cache] if pair_of(cache) is None else [cache, cache.self_attention_cache, cache.cross_attention_cache]
+    layers = [layer for each in halves for layer in getattr(each, "layers", ())]
+    return any(package_of(type(each)) not in LIBRARIES for each in (*halves, *layers) if each is not None)
 
 
 def self_attention_cache(cache: Any, layer: str, index: int | None) -> Any:

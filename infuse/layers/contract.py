@@ -6,23 +6,14 @@ computed, or is passed on to transformers' own attention function, which does un
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Container, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from infuse.authors import told_in, words_of
 from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 
-_WORD = re.compile(r"[A-Za-z_]\w*")
-# Modules with base classes of all models: a word in them says nothing about a single model.
-_BASES = re.compile(r"builtins|torch\.|transformers\.(?!models\.)")
-_NO_MODELS = frozenset({"builtins", "torch.nn.modules.module"})
 # The arguments that a block computes with, under the names that families use.
 SERVED = frozenset(
     {"attention_mask", *CACHE_NAMES, "position_embeddings", "position_ids", "is_causal", "output_attentions"}
@@ -41,43 +32,6 @@ NEUTRAL = frozenset({
 })  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def ignored_keywords(layer: Any, inside: frozenset[type], above: frozenset[type]) -> frozenset[str]:
-    """Find keywords that the enclosing models mention and that the layer accepts but never reads.
-
-    `inside`: classes of the layer's modules. `above`: classes of the models. Some models pass such keywords through
-    all of their layers: Video-LLaVA does with the one that selects image features.
-    """
-    arguments = inspect.signature(layer.forward).parameters.values()
-    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
-        return frozenset()
-    read = _words_of_files({kind.__module__ for cls in (layer, *inside) for kind in cls.__mro__} - _NO_MODELS)
-    if read is None:
-        return frozenset()
-    for function in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.values():
-        read.update(words_of(function))
-    kinds = {kind for cls in above for kind in cls.__mro__ if not _BASES.match(kind.__module__)}
-    told = {word for kind in kinds for word in told_in(kind)}
-    return frozenset(word for word in told - read if word.isidentifier() and not word.startswith("_"))
-
-
-def ignored_by(layer: nn.Module, model: nn.Module, path: str) -> frozenset[str]:
-    """Find the keywords that `layer`, at `path` of `model`, is given and never reads."""
-    parts = path.split(".")
-    above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-    kind: Any = type(layer)
-    return ignored_keywords(kind, frozenset(map(type, layer.modules())), frozenset(map(type, above)))
-
-
-def _words_of_files(names: Iterable[str]) -> set[str] | None:
-    """Collect all words in the source of these modules; None without source, which may then read anything."""
-    try:
-        sources = [inspect.getsource(sys.modules[name]) for name in names]
-    except (OSError, TypeError, KeyError):
-        return None
-    return {word for source in sources for word in _WORD.findall(source)}
-
-
 def named(arguments: tuple[str, ...], args: tuple, kwargs: dict[str, Any], layer: str) -> dict[str, Any]:
     """Map all arguments of a call to their names. Raise TypeError as Python does for too many or repeated ones."""
     if len(args) > len(arguments):
@@ -87,7 +41,7 @@ def named(arguments: tuple[str, ...], args: tuple, kwargs: dict[str, Any], layer
     return dict(zip(arguments, args, strict=False)) | kwargs
 
 
-def unserved(kwargs: Mapping[str, Any], served: frozenset[str]) -> dict[str, Any]:
+def unserved(kwargs: Mapping[str, Any], served: Container[str]) -> dict[str, Any]:
     """Return the arguments that are not None, not in `served` and not neutral."""
     return {
         name: value

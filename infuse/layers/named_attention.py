@@ -9,7 +9,7 @@ attention does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -60,13 +60,20 @@ def _computes(function: Any, name: str) -> bool:
 
 
 def arguments_of_named(
-    attention: nn.Module, kwargs: Mapping[str, Any], served: frozenset[str], arguments: tuple[str, ...], layer: str
+    attention: nn.Module,
+    kwargs: Mapping[str, Any],
+    served: frozenset[str],
+    arguments: tuple[str, ...],
+    layer: str,
+    unread: Container[str] = (),
 ) -> Mapping[str, Any] | None:
     """Return the keyword arguments for the attention function that the config names; None to call our own op.
 
-    `arguments`: the layer's own arguments. Raise UnsupportedCall if neither the layer nor that function supports one.
+    `arguments`: the layer's own arguments. `unread`: keywords that nothing in the original looks at, that function
+    apart. Raise UnsupportedCall if neither the layer nor that function supports one.
     """
     ours, more, paged = names_ours(attention), unserved(kwargs, served), is_paged(cache_in(kwargs))
+    more = {name: value for name, value in more.items() if name not in unread}
     if ours and not more:
         return None
     by_name = calls_by_name(attention)

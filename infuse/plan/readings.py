@@ -17,11 +17,12 @@ from infuse.architectures.plain import linears
 from infuse.authors import LIBRARIES, package_of, users_methods
 from infuse.errors import SpecMismatch, in_brief
 from infuse.inputs.component import is_component
-from infuse.layers.contract import NEUTRAL, SERVED, ignored_by, unserved
+from infuse.layers.contract import NEUTRAL, SERVED, unserved
 from infuse.plan.found import config_around, model_around, models_around, one_by_one, traits
 from infuse.reading.calls import NOT_REACHED, UNTOUCHED, LayerCall, reads_on_cache, recorded_calls
 from infuse.reading.effects import attributes, changed, reads_index
 from infuse.reading.explain import explained
+from infuse.reading.keywords import unread_by
 from infuse.reading.kind import Kind, read_once
 from infuse.reading.outline import outline
 from infuse.reading.read import index_of
@@ -62,7 +63,8 @@ class Readings:
             raise SpecMismatch(type(layer).__name__, [f"keeps state: its model changes {', '.join(by_model)}"])
         found = self._read(path, calls)
         given = {name for call in calls for name in unserved(call.arguments, SERVED | NEUTRAL)}
-        if others := sorted(given - ignored_by(layer, self._model, path)):
+        unread = unread_by(layer)
+        if others := sorted(name for name in given if name not in unread):
             if not self._is_read_alike(path, found, others):
                 why = f"is called with {', '.join(others)}, which no block takes"
                 raise SpecMismatch(type(layer).__name__, [why])

@@ -37,7 +37,7 @@ def call(block: Block, *args: Any, **kwargs: Any) -> Any:
         return block(hidden, *args, **{"position_embeddings": cos_sin, **kwargs})
 
 
-@pytest.mark.parametrize("argument", ["encoder_hidden_states", "per_layer_input", "layer_head_mask"])
+@pytest.mark.parametrize("argument", ["encoder_hidden_states", "softcap", "cu_seq_lens_q"])
 def test_an_argument_that_is_not_served_is_refused_by_name(argument: str) -> None:
     model = infuse.init_inference(BY_NAME["gpt2"].make(), dtype="fp32").module
     with pytest.raises(infuse.UnsupportedCall, match=argument):
@@ -287,7 +287,7 @@ def janus() -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [video_llava, janus])
-def test_a_keyword_that_the_model_names_and_its_layers_ignore(make: Any) -> None:
+def test_a_keyword_that_the_layers_take_and_ignore(make: Any) -> None:
     torch.manual_seed(0)
     model, given = make()
     enlarge(model.eval())
@@ -298,5 +298,6 @@ def test_a_keyword_that_the_model_names_and_its_layers_ignore(make: Any) -> None
     assert float((found - wanted).norm() / wanted.norm()) < 5e-5
     answers = [each.generate(**given, max_new_tokens=4, do_sample=False) for each in (model, engine)]
     assert torch.equal(*answers)
-    with pytest.raises(infuse.UnsupportedCall, match="nobody_names_this"):
-        engine(**given, nobody_names_this=torch.ones(1))
+    assert torch.equal(engine(**given, nobody_names_this=torch.ones(1)).logits, found)
+    with pytest.raises(infuse.UnsupportedCall, match="softcap"):  # which attention functions read
+        engine(**given, softcap=30.0)

@@ -31,7 +31,7 @@ from infuse.generate.direct import (
 )
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache, pair_of
-from infuse.layers.contract import NEUTRAL, named
+from infuse.layers.contract import named
 from infuse.layers.named_attention import names_ours
 from infuse.layers.position import LearnedBias
 from infuse.layers.stack import Around, Called, Factor, ReadStates, Table
@@ -321,8 +321,7 @@ def _given(call: Call, x: Any, pair: Any, bias: Any) -> dict[str, Any] | None:
     elsewhere = {*unread, STATES_MASK, "position_embeddings"}
     read = {name: value for name, value in given.items() if name not in elsewhere}
     read.pop("position_ids", None)
-    neutral = all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in read.items())
-    return given if neutral else None
+    return given if all(block.ignores(name, value) for name, value in read.items()) else None
 
 
 def _mixer(block: Any, *, reads_states: bool) -> Any:
