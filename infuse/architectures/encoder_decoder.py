@@ -39,6 +39,9 @@ from infuse.parallel.slices import Span
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 MERGED_MASK = "merged_attention_mask"  # over tokens, then states
 CROSS, CROSS_NORM = "encoder_attn", "cross_norm"  # names of the parts
+# What a batch reads of states of another number of rows: one row is that of all (broadcast), all are dealt out evenly,
+# or none are read.
+SHARED, DEALT, OWN = "shared", "dealt", "own"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class CrossAttention:
     `heads`, `width` (of a head) and `scale`: attributes of `module`, or the number; `width` tells the heads, too. Fewer
     keys than queries are shared. `softcap`: an attribute. `inner`: the module inside it that has these attributes, if
     it has none itself. `passes`: keywords that the module passes to its attention function. `by_name`: False if the
-    module computes its scores itself. `masked`: False if it looks at no mask.
+    module computes its scores itself. `masked`: False if it looks at no mask. `rows`: SHARED, DEALT or OWN.
+    `cuts_mask`: whether it cuts a mask with more columns than there are states.
     """
 
     module: str
@@ -70,6 +74,8 @@ class CrossAttention:
     passes: tuple[str, ...] = ()
     by_name: bool = True
     masked: bool = True
+    rows: str = SHARED
+    cuts_mask: bool = False
 
     def bind(self, binder: Binder, name: str) -> CrossAttentionShape:
         settings = f"{self.module}.{self.inner}" if self.inner else self.module
@@ -99,6 +105,8 @@ class CrossAttention:
             softcap=float(binder.attribute(settings, self.softcap) or 0.0) if self.softcap else 0.0,
             passes=self.passes,
             by_name=self.by_name,
+            rows=self.rows,
+            cuts_mask=self.cuts_mask,
             mask_argument=STATES_MASK if self.masked else "",
             replaces=(settings, self.module) if self.inner else (self.module,),
         )
@@ -146,6 +154,8 @@ class CrossAttentionShape(MixerShape):
     softcap: float = 0.0
     passes: tuple[str, ...] = ()
     by_name: bool = True
+    rows: str = SHARED
+    cuts_mask: bool = False
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
     replaces: tuple[str, ...] = ()
@@ -279,7 +289,10 @@ BART = MBART.but(layer=_M + "bart.modeling_bart.BartDecoderLayer", program=after
 TROCR = BART.but(
     layer=_M + "trocr.modeling_trocr.TrOCRDecoderLayer",
     attn=dict(by_name=False),
-    more=((CROSS, CrossAttention(CROSS, _projections(CROSS), f"{CROSS}.out_proj", by_name=False)), MBART.more[1]),
+    more=(
+        (CROSS, CrossAttention(CROSS, _projections(CROSS), f"{CROSS}.out_proj", by_name=False, rows=DEALT)),
+        MBART.more[1],
+    ),
     returns=READING,
 )
 SPEECHT5 = TROCR.but(
@@ -321,7 +334,7 @@ CANARY = MBART.but(
     attn=_GROUPED,
     norm2=Norm("final_layernorm", LAYER),
     mlp=dict(up="mlp.fc1", down="mlp.fc2", activation="hidden_act"),
-    **_cross(CROSS, "post_attention_layernorm", out="o_proj", width="head_dim"),
+    **_cross(CROSS, "post_attention_layernorm", out="o_proj", width="head_dim", rows=OWN),
 )
 MOONSHINE = CANARY.but(
     layer=_M + "moonshine.modeling_moonshine.MoonshineDecoderLayer",
@@ -332,7 +345,7 @@ MOONSHINE = CANARY.but(
         passes=(("is_causal", "is_causal"),),
     ),
     mlp=PackedGatedMLP("mlp.fc1", "mlp.fc2", "decoder_hidden_act", swapped=True),
-    **_cross(CROSS, "post_attention_layernorm", out="o_proj", width="head_dim", passes=("is_causal",)),
+    **_cross(CROSS, "post_attention_layernorm", out="o_proj", width="head_dim", passes=("is_causal",), rows=DEALT),
 )
 
 
@@ -456,7 +469,10 @@ SPECS = (
     MBART.but(layer=_M + "m2m_100.modeling_m2m_100.M2M100DecoderLayer"),
     MBART.but(layer=_M + "blenderbot.modeling_blenderbot.BlenderbotDecoderLayer"),
     MBART.but(layer=_M + "speech_to_text.modeling_speech_to_text.Speech2TextDecoderLayer"),
-    MBART.but(layer=_M + "whisper.modeling_whisper.WhisperDecoderLayer"),
+    MBART.but(
+        layer=_M + "whisper.modeling_whisper.WhisperDecoderLayer",
+        **_cross(CROSS, "encoder_attn_layer_norm", rows=DEALT),
+    ),
     MUSICGEN,
     SEAMLESS,
     SEAMLESS.but(layer=_M + "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2DecoderLayer"),

@@ -106,7 +106,8 @@ PIX2STRUCT = LayerSpec(
             qkv=Separate(*(_CROSS + _INNER + each for each in ("query", "key", "value"))),
             out=_CROSS + _INNER + "output",
             heads="n_heads",
-            scale=1.0)),
+            scale=1.0,
+            cuts_mask=True)),
         (CROSS_NORM, Norm(f"{_CROSS}.layer_norm", RMS)),
     ),
     norm2=Norm("mlp.layer_norm", RMS),
@@ -115,6 +116,7 @@ PIX2STRUCT = LayerSpec(
     values=(STATES, STATES_MASK),
     unread=("encoder_decoder_position_bias",),
     clamps=SUMS,
+    cuts_mask=True,
     returns=LISTED,
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infuse import ops
-from infuse.architectures.encoder_decoder import STATES, STATES_MASK, CrossAttentionShape
+from infuse.architectures.encoder_decoder import DEALT, SHARED, STATES, STATES_MASK, CrossAttentionShape
 from infuse.errors import InfuseError, UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
@@ -109,11 +109,16 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
     def _keys_and_values(
         self, inputs: Inputs, states_BLC: Tensor, batch: int, *, stored: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return of_an_answer(self, inputs, states_BLC, batch, self._made, stored=stored)
+        states_BLC = of_rows(states_BLC, batch, self.shape.rows)
+        return of_an_answer(
+            self, inputs, states_BLC, batch, self._made, stored=stored, shared=self.shape.rows == SHARED
+        )
 
     def _mask(self, inputs: Inputs, length: int) -> Tensor | None:
         """The states that may be attended to, [B or 1, 1 or heads, T or 1, L]."""
         mask, shape = inputs.values.get(STATES_MASK), self.shape
+        if shape.cuts_mask and isinstance(mask, Tensor):
+            mask = mask[..., :length]
         if mask is None or inputs.more is not None:
             return mask
         check_mask(mask, f"{shape.name} ({STATES_MASK})")
@@ -135,15 +140,17 @@ def of_an_answer(
     make: Callable[[Tensor], tuple[Tensor, Tensor]],
     *,
     stored: bool = False,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [R, H, L, D] of the states, as `make` makes them, computed once for an answer.
 
     They are those in the second half of the call's cache, which the first call of an answer fills; with `stored` in the
-    cache's format.
+    cache's format. `shared`: one row of states may be that of all rows of the batch.
     """
     pair: Any = inputs.pair
+    rows = batch if not shared or len(states_BLC) != 1 else 1
     if pair is None:
-        _check_states(states_BLC, batch)
+        _check_states(states_BLC, rows)
         if inputs.cache is not None and not isinstance(inputs.cache, KVCache):
             raise UnsupportedCall(
                 f"{STATES} were given with a {type(inputs.cache).__name__}, which has no place for their keys; "
@@ -155,11 +162,11 @@ def of_an_answer(
     ours = isinstance(cache, StatesCache)
     if pair.is_updated.get(mixer.index):
         layer = cache.layers[mixer.index]
-        rows = layer.rows if ours else len(layer.keys)
-        if rows != batch:  # a batch of one would be broadcast silently
-            raise InfuseError(f"the cache holds states of {rows} rows, a batch of {batch} was given")
+        held = layer.rows if ours else len(layer.keys)
+        if held != batch and not (shared and held == 1):
+            raise InfuseError(f"the cache holds states of {held} rows, a batch of {batch} was given")
         return _held(layer, stored) if ours else (layer.keys, layer.values)
-    _check_states(states_BLC, batch)
+    _check_states(states_BLC, rows)
     if ours:
         repeats = cache.repeats_of(states_BLC)
         layer = cache.slot(mixer.index)
@@ -169,6 +176,14 @@ def of_an_answer(
         k, v = cache.update(*make(states_BLC), mixer.index)
     pair.is_updated[mixer.index] = True
     return k, v
+
+
+def of_rows(states_BLC: Tensor, batch: int, rows: str) -> Tensor:
+    """The states for a batch, where those of another number of rows are dealt out: one text reads several as one."""
+    count = len(states_BLC)
+    if rows != DEALT or count == batch or states_BLC.dim() != 3 or (count * states_BLC.shape[1]) % batch:
+        return states_BLC
+    return states_BLC.reshape(batch, -1, states_BLC.shape[-1])
 
 
 def _check_states(states_BLC: Tensor, batch: int) -> None:

@@ -198,15 +198,49 @@ def test_a_users_cache(name: str, kind: str) -> None:
                 assert_near(found, exact)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", less(RELATIVES, ["bart", "t5", "whisper", "moonshine", "trocr", "vit-gpt2"]))
+@pytest.mark.parametrize(("rows", "batch"), [(1, 4), (2, 1), (4, 2)])
+def test_states_of_another_number_of_rows(name: str, rows: int, batch: int) -> None:
+    """Most originals broadcast one row; in some, as in Whisper's, the rows of tokens share all states out."""
+    original, engine = pair(name)
+    width = original.get_decoder().config.hidden_size
+    states = torch.randn(rows, 12, width, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 90, (batch, 5), generator=torch.Generator().manual_seed(2))
+    original, engine = original.get_decoder(), engine.module.get_decoder()
+    given = {"input_ids": ids, "encoder_hidden_states": states}
+    try:
+        exact = original(**given, use_cache=False)[0]
+    except Exception:
+        exact = None
+    if exact is None or len(exact) != batch:  # GPT-2's layers return a row for each row of states
+        with pytest.raises(UnsupportedCall, match="one row of states"):
+            engine(**given, use_cache=False)
+        return
+    assert_near(engine(**given, use_cache=False)[0], exact)
+    caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in (original, engine)]
+    for _ in range(2):  # which fills the cache with the states' keys, and reads these
+        results = [each(**given, **{NAME: held})[0] for each, held in zip((original, engine), caches, strict=True)]
+        assert_near(results[1], results[0])
+
+
 def test_states_of_another_batch() -> None:
-    """Keys of one row would be broadcast silently."""
-    _, engine = pair("bart")
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    """As in the original, keys of one row in a cache are those of all rows; of more rows, they are none's."""
+    original, engine = pair("bart")
+    exact, found = [], []
     with torch.no_grad():
-        engine(**both(BY_NAME["bart"], batch=1), **{NAME: cache})
+        for model, results in ((original, exact), (engine, found)):
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            model(**both(BY_NAME["bart"], batch=1), **{NAME: cache})
+            other = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
+            other.is_updated = dict.fromkeys(range(2), True)
+            results.append(model(**both(BY_NAME["bart"], batch=2), **{NAME: other}).logits)
+        assert_near(found[0], exact[0])
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        engine(**both(BY_NAME["bart"], batch=2), **{NAME: cache})
         other = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
-        with pytest.raises(InfuseError, match="states of 1 rows, a batch of 2 was given"):
-            engine(**both(BY_NAME["bart"], batch=2), **{NAME: other})
+        with pytest.raises(InfuseError, match="states of 2 rows, a batch of 3 was given"):
+            engine(**both(BY_NAME["bart"], batch=3), **{NAME: other})
 
 
 def test_a_cache_without_a_place_for_states() -> None:
@@ -216,7 +250,7 @@ def test_a_cache_without_a_place_for_states() -> None:
     with pytest.raises(UnsupportedCall, match="given with a DynamicCache.*EncoderDecoderCache"):
         decoder(torch.ones(2, 3, dtype=torch.long), encoder_hidden_states=states, **{NAME: DynamicCache()})
     with pytest.raises(UnsupportedCall, match="one row of states"):
-        decoder(input_ids=torch.ones(2, 3, dtype=torch.long), encoder_hidden_states=states[:1], use_cache=False)
+        decoder(input_ids=torch.ones(3, 3, dtype=torch.long), encoder_hidden_states=states, use_cache=False)
 
 
 @pytest.mark.parametrize("name", ["bart", "mbart", "t5", "umt5", "switch-dropping", "nllb-moe-dropping"])
@@ -572,3 +606,40 @@ def test_types_made_small(kind: str) -> None:
     for kind_of in ("decoder_attentions", "cross_attentions"):
         for ours, theirs in zip(found[kind_of], exact[kind_of], strict=True):
             assert_near(ours, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["pix2struct", "longt5"])
+def test_a_mask_with_more_columns_than_keys(name: str) -> None:
+    """Pix2Struct's attention cuts it, over tokens and states; that of others raises."""
+    original = (_pix2struct() if name == "pix2struct" else _longt5()).eval()
+    enlarge(original)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", progress=False)
+    decoder, width = original.get_decoder(), original.get_decoder().config.hidden_size
+    mask = torch.zeros(2, 1, 5, 9)
+    mask[..., 5:], mask[1, ..., :2] = -1e4, torch.finfo(torch.float32).min
+    of_states = torch.tensor([0.0, -1e4, 0.0, 0.0, -1e4, 0.0]).expand(2, 1, 1, 6)
+    given = {"attention_mask": mask, "use_cache": False}
+    if name == "pix2struct":
+        given["encoder_attention_mask"] = of_states
+    path = next(path for path, part in decoder.named_modules() if isinstance(part, nn.ModuleList)) + ".0"
+    layers = [each.get_decoder().get_submodule(path) for each in (original, engine.module)]
+    assert isinstance(layers[1], Block)
+    x, states = torch.randn(2, 5, width), torch.randn(2, 4, width)
+    try:
+        exact = layers[0](x, encoder_hidden_states=states, **given)[0]
+    except RuntimeError:
+        assert name != "pix2struct"
+        with pytest.raises(UnsupportedCall, match="attention_mask has shape"):
+            layers[1](x, encoder_hidden_states=states, **given)
+        return
+    assert_near(layers[1](x, encoder_hidden_states=states, **given)[0], exact)
+    for held in (DynamicCache, KVCache):
+        pairs = [EncoderDecoderCache(DynamicCache(), DynamicCache()), EncoderDecoderCache(held(), DynamicCache())]
+        for part in (slice(0, 4), slice(4, 5)):  # a prompt, and one token on the cache
+            given["attention_mask"] = mask[:, :, part]
+            results = [
+                layer(x[:, part], encoder_hidden_states=states, **given, **{NAME: each})[0]
+                for layer, each in zip(layers, pairs, strict=True)
+            ]
+            assert_near(results[1], results[0])
