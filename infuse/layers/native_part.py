@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from infuse.architectures.multipliers import Factors
 from infuse.architectures.program import NORM, Step
 from infuse.layers.inputs import Inputs
-from infuse.native import kernels
+from infuse.native import step_words
 
 PARAMETERS, BUFFERS = "_parameters", "_buffers"
 NONE = "none"
@@ -163,7 +163,7 @@ class ProgramText:
     @contextmanager
     def step_of(self, does: str, scale: float = 1.0) -> Iterator[None]:
         """Write a step; its part is written inside of the `with`."""
-        if does not in kernels().step_words().split():
+        if does not in step_words():
             raise NotNative(f"{does!r} is no step of C++")
         with self.inside("step", "step"):
             self.word("does", does)

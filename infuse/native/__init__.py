@@ -9,6 +9,7 @@ INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx selects a lower instru
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,8 +86,23 @@ def needs(device: Device, dtype: torch.dtype) -> str | None:
 
 def isa() -> str | None:
     """The instruction set that the kernels use, or None without kernels."""
-    operators = kernels()
-    return None if isinstance(operators, str) else operators.isa()
+    return None if isinstance(kernels(), str) else _isa()
+
+
+@cache
+def _isa() -> str:
+    return text_of(kernels().isa())
+
+
+@cache
+def step_words() -> frozenset[str]:
+    """The words of the steps that held programs can have. Call this only if there are kernels."""
+    return frozenset(text_of(kernels().step_words()).split())
+
+
+def text_of(numbers: Sequence[int]) -> str:
+    """The text whose bytes an operator returned: none takes or returns a string (src/binding.h)."""
+    return bytes(numbers).decode()
 
 
 def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
@@ -109,8 +125,9 @@ def described() -> dict[str, str]:
     if isinstance(operators, str):
         return {"C++ kernels": f"none: {operators}"}
     # One line per instruction set, highest first: its name, then why it cannot be used.
-    levels = [line.partition(" ") for line in operators.levels().splitlines()]
-    names, runs = [name for name, _, _ in levels], operators.isa()
+    levels = [line.partition(" ") for line in text_of(operators.levels()).splitlines()]
+    names, runs = [name for name, _, _ in levels], text_of(operators.isa())
+    compiler, torch_version = text_of(operators.compiler()), text_of(operators.torch_version())
     reasons = {
         "missing": "this CPU does not have it",
         "refused": "the system does not let this process use it",
@@ -120,6 +137,6 @@ def described() -> dict[str, str]:
     return {
         "C++ kernels": f"{runs} runs, of {', '.join(name for name, _, reason in levels if reason != 'unbuilt')}",
         **{f"  not {name}": reasons[reason] for name, _, reason in levels[: names.index(runs)]},
-        "  built by": f"{operators.compiler()} against torch {operators.torch_version()}, for torch 2.10 and later",
+        "  built by": f"{compiler} against torch {torch_version}, for torch 2.10 and later",
         "  from": str(path),
     }

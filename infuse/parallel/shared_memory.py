@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infuse import interrupts
 from infuse.errors import RankError
-from infuse.native import DTYPES, kernels
+from infuse.native import DTYPES, kernels, text_of
 from infuse.parallel.distributed import described, gathered_shape
 from infuse.parallel.liveness import Deadline, Peers, names
 
@@ -89,7 +89,7 @@ class SharedMemory:
         self._sum, self._gather = library.shared_all_reduce.default, library.shared_all_gather.default
         self._broadcast = library.shared_broadcast.default
         self._tags: dict[str, int] = {}
-        weakref.finalize(self, library.shared_leave, region, rank, "it dropped the group")
+        weakref.finalize(self, library.shared_leave, region, rank, list(b"it dropped the group"))
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
         """The sum over ranks, in place, added in rank order; 16-bit types are added in float32 and rounded once."""
@@ -143,8 +143,7 @@ class SharedMemory:
         if gone:
             raise RankError(f"{where}: the process of {names(gone)} has ended")
         for rank in absent:
-            reason = library.shared_last_words(self._region, rank)
-            if reason:
+            if reason := self._last_words(rank):
                 raise RankError(f"{where}: rank {rank} left the group: {reason}")
         if absent and deadline.is_over():
             raise RankError(f"{where}: {names(absent)} did not come within {self.timeout_s:g} s, though still running")
@@ -154,10 +153,14 @@ class SharedMemory:
         library, until, theirs = kernels(), time.monotonic() + REASON_S, []
         for rank, state in enumerate(library.shared_states(self._region, self.rank)):
             if state == DIFFERENT:
-                while not (words := library.shared_last_words(self._region, rank)) and time.monotonic() < until:
+                while not (words := self._last_words(rank)) and time.monotonic() < until:
                     time.sleep(0.001)
                 theirs.append(f"rank {rank} {words or 'runs something else'}")
         return "; ".join(theirs)
 
     def _leave(self, reason: str) -> None:
-        kernels().shared_leave(self._region, self.rank, reason.encode()[:500].decode(errors="ignore"))
+        whole = reason.encode()[:500].decode(errors="ignore")  # no part of a character
+        kernels().shared_leave(self._region, self.rank, list(whole.encode()))
+
+    def _last_words(self, rank: int) -> str:
+        return text_of(kernels().shared_last_words(self._region, rank))

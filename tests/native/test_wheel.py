@@ -1,4 +1,5 @@
-"""The binary and the wheel: symbols of the stable ABI alone, and a wheel that works where there is no compiler.
+"""The binary and the wheel: symbols of the stable ABI alone, operators without strings, and a wheel that works where
+there is no compiler.
 
 The wheel's build runs a stand-in for the compiler, which copies the kernels of this checkout; the installation that the
 tests run on has compiled them.
@@ -17,6 +18,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 from infuse.native import BINARY, isa, kernels
 from tests.support.stand_in_compiler import write_compiler
@@ -42,6 +44,15 @@ def test_the_binary_asks_pytorch_for_its_stable_abi_alone() -> None:
     symbols = [line.split()[-1] for line in lines]
     assert "torch_library_impl" in symbols  # the operators are registered through it
     assert [symbol for symbol in symbols if not STABLE.match(symbol) and not RUNTIME.match(symbol)] == []
+
+
+@built
+def test_no_operator_takes_or_returns_a_string() -> None:
+    """Each would stay in memory for ever (ops/cpu/src/binding.h)."""
+    schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("infuse_cpu::")]
+    assert {"infuse_cpu::hold", "infuse_cpu::isa", "infuse_cpu::run"} <= {each.name for each in schemas}
+    types = {str(each): [str(value.type) for value in (*each.arguments, *each.returns)] for each in schemas}
+    assert [schema for schema, named in types.items() if any("str" in each for each in named)] == []
 
 
 def run(*command: object, cwd: Path, **variables: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
+import torch
 from torch import Tensor
 
 from infuse.native import kernels
@@ -34,7 +35,8 @@ class NativeProgram:
 
     def __init__(self, text: str, reals: Sequence[float], tensors: Sequence[Tensor], storages: Sequence[Tensor] = ()):
         operators = kernels()
-        held = operators.hold.default(text, tensors, storages, reals)
+        written = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # operators take no strings
+        held = operators.hold.default(written, tensors, storages, reals)
         finalize(self, operators.drop.default, held)
         self.tensors = tensors
         self._held, self._run, self._tokens = held, operators.run.default, operators.run_tokens.default

@@ -17,7 +17,7 @@ import torch
 
 from infuse import ops
 from infuse.device import cpu_features
-from infuse.native import described, isa, kernels
+from infuse.native import described, isa, kernels, text_of
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import takes_tiles
 from tests.support.amx.programs import NATIVE, build, built_emulator, compiled, loaded, shown_configuration
@@ -37,7 +37,8 @@ from tests.support.tolerance import assert_near
 LEVEL = "avx512_amx"
 
 built = pytest.mark.skipif(
-    isinstance(kernels(), str) or f"{LEVEL} unbuilt" in kernels().levels(), reason="no kernels with AMX were built"
+    isinstance(kernels(), str) or f"{LEVEL} unbuilt" in text_of(kernels().levels()),
+    reason="no kernels with AMX were built",
 )
 # What is not emulated: the rest of the level's instructions.
 runs = pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="the processor has no AVX512-BF16")

@@ -189,11 +189,12 @@ def test_operations_that_differ() -> None:
 
 def test_last_words_are_the_first_ones() -> None:
     region = region_for(2)
-    assert kernels().shared_last_words(region, 1) == ""
-    kernels().shared_leave(region, 1, "no memory " * 100)
-    kernels().shared_leave(region, 1, "something else")
-    assert kernels().shared_last_words(region, 1) == ("no memory " * 100)[:512]
-    assert kernels().shared_last_words(region, 0) == ""
+    words = b"no memory, \xc3\xa4 " * 100
+    assert kernels().shared_last_words(region, 1) == []
+    kernels().shared_leave(region, 1, list(words))
+    kernels().shared_leave(region, 1, list(b"something else"))
+    assert kernels().shared_last_words(region, 1) == list(words[:512])
+    assert kernels().shared_last_words(region, 0) == []
 
 
 def test_what_is_no_region_is_refused() -> None:

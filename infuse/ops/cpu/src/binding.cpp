@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -30,7 +29,7 @@ void run_norm(NormArgs& a, const NormRule& rule, const Array& x, const Array& y)
   over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
-std::string isa() { return kernels().isa; }
+std::vector<int64_t> isa() { return numbers_of(kernels().isa); }
 bool has_amx() { return amx_multiplies(); }
 // Whether many rows of float32 use our tiles.
 bool has_float_tiles() { return tiles_of(kernels().linear.tiles, Type::f32); }
@@ -107,7 +106,7 @@ Tensor rounded_norm_op(Tensor x, Tensor weight, double eps, double offset, bool 
 }  // namespace
 
 INFUSE_OPERATORS(CompositeExplicitAutograd,
-    {"isa() -> str", TORCH_BOX(&isa)},
+    {"isa() -> int[]", TORCH_BOX(&isa)},
     {"has_amx() -> bool", TORCH_BOX(&has_amx)},
     {"has_float_tiles() -> bool", TORCH_BOX(&has_float_tiles)},
     {"limits() -> int[]", TORCH_BOX(&limits)})

@@ -6,6 +6,8 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -28,11 +30,20 @@ inline Type type_of(const Tensor& t) {
 constexpr int64_t kShortX = 64;
 inline const Format& format_of(int64_t code) { return kFormats[code & ~kShortX]; }
 
-// An operator by its schema, and a function that TORCH_BOX makes.
+// An operator by its schema, and a function that TORCH_BOX makes. No schema has a `str`: PyTorch's stable ABI (2.10 to
+// 2.13) never deletes the std::string that its conversions make, so each call would leak the text that it takes or
+// returns. Return a text as int[], its bytes; take it so or, if it is long, as a tensor of bytes.
 struct Operator {
   const char* schema;
   void (*function)(StableIValue*, uint64_t, uint64_t);
 };
+
+// The bytes of a text, as an operator returns it.
+inline std::vector<int64_t> numbers_of(std::string_view text) {
+  std::vector<int64_t> numbers;
+  for (const char each : text) numbers.push_back(static_cast<unsigned char>(each));
+  return numbers;
+}
 
 // Registers operators, once in a file for each dispatch key.
 #define INFUSE_OPERATORS(key, ...)                                                                   \

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "binding_steps.h"
 
@@ -111,16 +112,20 @@ class Held {
 
 
 // The words of the steps that `hold` understands.
-std::string step_words() {
+std::vector<int64_t> step_words() {
   std::string words;
   for (const auto& [word, does] : Words<Does>::all) words += std::string(word) + " ";
-  return words;
+  return numbers_of(words);
 }
 
-// Holds a program, as layers/native_part.py writes it. An error if its text does not fit the structs in
+// Holds a program, whose text layers/native_part.py writes. An error if the text does not fit the structs in
 // binding_layer.h.
-int64_t hold(std::string text, std::vector<Tensor> tensors, std::vector<Tensor> storages, std::vector<double> reals) {
-  auto held = std::make_unique<Held>(std::move(text), std::move(tensors), std::move(storages), std::move(reals));
+int64_t hold(Tensor text, std::vector<Tensor> tensors, std::vector<Tensor> storages, std::vector<double> reals) {
+  const auto* bytes = static_cast<const char*>(text.const_data_ptr());
+  STD_TORCH_CHECK(bytes && text.is_contiguous() && text.scalar_type() == ScalarType::Byte,
+                  "a program's text is a contiguous tensor of bytes on the CPU");
+  auto held = std::make_unique<Held>(std::string(bytes, size_t(text.numel())), std::move(tensors),
+                                     std::move(storages), std::move(reals));
   return reinterpret_cast<int64_t>(held.release());
 }
 void drop(int64_t held) { delete reinterpret_cast<Held*>(held); }
@@ -207,8 +212,8 @@ INFUSE_OPERATORS(CPU,
     {"run_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, Tensor? mask, int start, int count, "
      "int[] ends, Tensor? states_mask) -> Tensor?", TORCH_BOX(&run_tokens)})
 INFUSE_OPERATORS(CompositeExplicitAutograd,
-    {"hold(str text, Tensor[] tensors, Tensor(a!)[] storages, float[] reals) -> int", TORCH_BOX(&hold)},
+    {"hold(Tensor text, Tensor[] tensors, Tensor(a!)[] storages, float[] reals) -> int", TORCH_BOX(&hold)},
     {"drop(int held) -> ()", TORCH_BOX(&drop)},
-    {"step_words() -> str", TORCH_BOX(&step_words)})
+    {"step_words() -> int[]", TORCH_BOX(&step_words)})
 
 }  // namespace infuse

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <string>
+#include <vector>
 
 #include "binding.h"
 
@@ -55,17 +55,17 @@ constexpr char kCompiler[] = "g++ " __VERSION__;
 constexpr char kCompiler[] = "an unknown compiler";
 #endif
 
-std::string levels() { return level_names(); }
-std::string compiler() { return kCompiler; }
-std::string torch_version() { return TORCH_VERSION; }
+std::vector<int64_t> levels() { return numbers_of(level_names()); }
+std::vector<int64_t> compiler() { return numbers_of(kCompiler); }
+std::vector<int64_t> torch_version() { return numbers_of(TORCH_VERSION); }
 
 }  // namespace
 
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"read_bytes(Tensor x) -> int", TORCH_BOX(&read_bytes)},
     {"multiply_registers(int instruction, int rounds) -> float", TORCH_BOX(&multiply_registers)},
-    {"levels() -> str", TORCH_BOX(&levels)},
-    {"compiler() -> str", TORCH_BOX(&compiler)},
-    {"torch_version() -> str", TORCH_BOX(&torch_version)})
+    {"levels() -> int[]", TORCH_BOX(&levels)},
+    {"compiler() -> int[]", TORCH_BOX(&compiler)},
+    {"torch_version() -> int[]", TORCH_BOX(&torch_version)})
 
 }  // namespace infuse

@@ -2,7 +2,6 @@
 // operation returns Outcome::waiting when its time slice is over and continues when called again, so that the caller
 // can check for signals, ended processes and timeouts. Tensors must be contiguous and on the CPU, which
 // parallel/shared_memory.py ensures.
-#include <string>
 #include <vector>
 
 #include "binding.h"
@@ -231,18 +230,19 @@ std::vector<int64_t> states(Tensor region, int64_t rank) {
 }
 
 // Records that this rank has left, and why.
-void leave(Tensor region, int64_t rank, std::string words) {
+void leave(Tensor region, int64_t rank, std::vector<int64_t> words) {
   Post& mine = meeting_of(region, rank).post(rank);
   if (mine.word_bytes.load(std::memory_order_relaxed)) return;
   const size_t bytes = std::min(words.size(), size_t(kWords));
-  std::memcpy(mine.words, words.data(), bytes);
+  for (size_t i = 0; i < bytes; ++i) mine.words[i] = char(words[i]);
   mine.word_bytes.store(int64_t(bytes), std::memory_order_release);
 }
 
 // Why a rank left; empty if it has not.
-std::string last_words(Tensor region, int64_t rank) {
+std::vector<int64_t> last_words(Tensor region, int64_t rank) {
   const Post& post = meeting_of(region, rank).post(rank);
-  return std::string(post.words, size_t(std::min<int64_t>(post.word_bytes.load(std::memory_order_acquire), kWords)));
+  const auto bytes = std::min<int64_t>(post.word_bytes.load(std::memory_order_acquire), kWords);
+  return numbers_of({post.words, size_t(bytes)});
 }
 
 }  // namespace
@@ -255,7 +255,7 @@ INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"shared_bytes(int ranks, int buffer_bytes) -> int", TORCH_BOX(&bytes_of_region)},
     {"shared_begin(Tensor(a!) region, int ranks, int buffer_bytes, int spin_us) -> ()", TORCH_BOX(&begin)},
     {"shared_states(Tensor region, int rank) -> int[]", TORCH_BOX(&states)},
-    {"shared_leave(Tensor region, int rank, str words) -> ()", TORCH_BOX(&leave)},
-    {"shared_last_words(Tensor region, int rank) -> str", TORCH_BOX(&last_words)})
+    {"shared_leave(Tensor region, int rank, int[] words) -> ()", TORCH_BOX(&leave)},
+    {"shared_last_words(Tensor region, int rank) -> int[]", TORCH_BOX(&last_words)})
 
 }  // namespace infuse
