@@ -266,8 +266,8 @@ class Block(InferenceModule):
         found, unread, arguments = None, self._unread, self.shape.call.arguments
         if unread.to_cache and reads_keywords(cache_in(kwargs)):
             unread = NOTHING_UNREAD
-        # The original hands nothing on that it takes by name.
-        kwargs = {name: value for name, value in kwargs.items() if name not in unread.names or name not in unread}
+        if not unread.names.isdisjoint(kwargs):  # the original hands nothing on that it takes by name
+            kwargs = {name: value for name, value in kwargs.items() if name not in unread.names or name not in unread}
         if not self._mixers:
             unknown = {name: value for name, value in unserved(kwargs, self._served).items() if name not in unread}
             if unknown:
