@@ -6,9 +6,11 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from infuse.errors import ConfigError
 
@@ -79,6 +81,12 @@ class Device:
 
 
 @cache
+def device_of(*modules: nn.Module) -> torch.device:
+    """The device of the first parameter of these modules, or else of the first buffer; the CPU without either."""
+    tensors = (kind(module) for kind in (nn.Module.parameters, nn.Module.buffers) for module in modules)
+    return next((tensor.device for tensor in chain.from_iterable(tensors)), torch.device("cpu"))
+
+
 def cpu_features() -> tuple[str, ...]:
     """The instruction sets of this CPU that kernels use; empty if unknown."""
     try:

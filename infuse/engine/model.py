@@ -19,7 +19,7 @@ from infuse.apply.load import load, load_values, not_taken, take_codes
 from infuse.apply.load import planned as planned_load
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
+from infuse.device import Device, device_of
 from infuse.dtype_cast import kept_in_float32
 from infuse.engine.component import install_changes
 from infuse.errors import ConfigError, InfuseError
@@ -410,7 +410,3 @@ def _move(model: nn.Module, device: torch.device) -> None:
 def is_replaced(model: nn.Module) -> bool:
     """Whether any module of `model` is ours."""
     return any(isinstance(module, InferenceModule) for module in model.modules())
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -14,8 +14,8 @@ from infuse.apply.apply import Progress
 from infuse.apply.images import with_equal_images
 from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.engine.model import InferenceEngine, Prepared, check_weights, device_of, placed, planned, prepared, tell
+from infuse.device import Device, device_of
+from infuse.engine.model import InferenceEngine, Prepared, check_weights, placed, planned, prepared, tell
 from infuse.errors import ConfigError, NotAvailable
 from infuse.inputs.component import is_component
 from infuse.logs import progress_bars
@@ -116,8 +116,7 @@ class PipelineEngine:
         _check(pipe, models, settings)
         for model in models.values():
             check_weights(model, from_checkpoint=False)
-        first = next(iter(models.values()))
-        device = Device.of(settings.device or device_of(first)).torch_device
+        device = Device.of(settings.device or device_of(*models.values())).torch_device
         mesh, group = join(settings.ranks, device, settings.tensor_parallel.timeout_s)
         with progress_bars(settings.progress) as progress, interrupts.held_back():
             with group.on_all_or_none("init_inference"):

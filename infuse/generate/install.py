@@ -23,6 +23,7 @@ from infuse import interrupts
 from infuse.architectures.quantized_elsewhere import QUANTIZERS
 from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, users_hooks, with_wrapped
 from infuse.cache_names import cache_in
+from infuse.device import device_of
 from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
@@ -159,7 +160,7 @@ def install(
     handles = []
     if graphs is not None and graphs.forward and (place := _place_of_time_step(module)) is not None:
         handles.append(module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True))
-    if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
+    if device_of(module).type != "cpu":
         handles.append(module.register_forward_pre_hook(_moved, with_kwargs=True))
     if limit_tokens is not None:
         handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
@@ -493,7 +494,7 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
 
 def _moved(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook: move tensors to the model's device."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
 
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) and value.device != device else value
@@ -531,7 +532,7 @@ def _time_step_as_tensor(
     if isinstance(time_step, bool) or not isinstance(time_step, (int, float)):
         return args, kwargs
     whole = isinstance(time_step, int) or type(module).__name__ in _WHOLE_STEPS
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     tensor = torch.tensor([time_step], dtype=torch.int64 if whole else torch.float64, device=device)
     if position < len(args):
         return (*args[:position], tensor, *args[position + 1 :]), kwargs

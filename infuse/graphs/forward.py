@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from infuse.authors import LIBRARIES, are_users, users_methods
 from infuse.cache_names import cache_in
+from infuse.device import device_of
 from infuse.errors import OutOfMemory
 from infuse.graphs.capture import Backend
 from infuse.graphs.graphed_cache import GraphedCache
@@ -127,7 +128,7 @@ def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable
     if isinstance(error, OutOfMemory):  # raised by an inner module
         return error
     traceback.clear_frames(error.__traceback__)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     free_memory = ""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import interrupts, logs
+from infuse.device import device_of
 from infuse.errors import RankError
 from infuse.graphs.capture import Backend, Captured, backend_for, without_autocast_cache
 from infuse.graphs.masked import MaskedAssignments
@@ -238,7 +239,7 @@ class LocalGraph(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call `module`, by a graph if possible. On devices without graphs it runs eagerly."""
         if self._graphs is None:
-            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+            device = device_of(self.module)
             backend = self._backend or backend_for(device)
             if backend is None:
                 return self.module(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 from infuse import interrupts
+from infuse.device import device_of
 from infuse.profile.probe import read_bandwidth
 from infuse.temporary_hooks import TemporaryHooks
 
@@ -28,7 +29,7 @@ class ForwardTimes:
     """The milliseconds of each forward of a module, by CUDA events or the wall clock."""
 
     def __init__(self, module: nn.Module, use_cuda_events: bool):
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        device = device_of(module)
         self._events = use_cuda_events and device.type == "cuda"
         self._cuda = device.type == "cuda"
         self._open: list[Any] = []
@@ -75,7 +76,7 @@ class Profile:
 
     def __init__(self, module: nn.Module, weight_bytes: int):
         self._module, self._weight_bytes = module, weight_bytes
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._device = device_of(module)
         self._stack: list[list[float]] = []
         self._own_seconds: dict[str, float] = defaultdict(float)
         self._calls: dict[str, int] = defaultdict(int)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import interrupts, memory
+from infuse.device import device_of
 from infuse.dtype_cast import cast_buffers, kept_in_float32
 from infuse.temporary_hooks import TemporaryHooks, answered_by
 from infuse.weights.computed import computed_tensors
@@ -50,7 +51,7 @@ class LayerSource:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Set an entry of a module's mapping. On a live model this cannot be undone."""
