@@ -22,6 +22,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
 from infuse.dtype_cast import kept_in_float32
 from infuse.engine.component import install_changes
+from infuse.engine.named import NamedAsHeld
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.inputs.component import called_inside, is_component
@@ -105,7 +106,7 @@ def placed(model: nn.Module, settings: InferenceConfig) -> None:
         channels_last(model)  # before the proofs, which then see the tensors that calls will have
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(NamedAsHeld, nn.Module):
     """The model with its layers replaced. Attributes that the engine does not define are read and set on `module`.
 
     `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share
@@ -165,11 +166,15 @@ class InferenceEngine(nn.Module):
         for module in model.modules():  # else transformers initialises ours, when a model is composed with this one
             module._is_hf_initialized = True  # type: ignore[assignment]
         self.module = model
+        self._name_as(model)
         self.eval()  # keeps engine.training in sync with the model
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
         self._handles = self._install(settings, device)
         install_changes(model, self.plan)
+
+    def _get_name(self) -> str:
+        return type(self).__qualname__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""

@@ -16,6 +16,7 @@ from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
 from infuse.engine.model import InferenceEngine, Prepared, check_weights, placed, planned, prepared, tell
+from infuse.engine.named import NamedAsHeld
 from infuse.errors import ConfigError, NotAvailable
 from infuse.inputs.component import is_component
 from infuse.logs import progress_bars
@@ -100,7 +101,7 @@ def pipeline_plan(pipe: Any, settings: InferenceConfig) -> PipelinePlan:
     return PipelinePlan(type(pipe).__name__, plans)
 
 
-class PipelineEngine:
+class PipelineEngine(NamedAsHeld):
     """The pipeline with its models replaced. A call is the pipeline's own, and so are all other attributes.
 
     `pipeline` is the user's, `engines` has the engine of each model, `plan` what was done to them, `settings` the
@@ -126,6 +127,7 @@ class PipelineEngine:
                 engines = {name: InferenceEngine.of_component(component, progress) for name, component in ready.items()}
         self.pipeline, self.settings, self.engines, self.group = pipe, settings, engines, group
         self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()}, proof)
+        self._name_as(pipe)
         tell({name: (component.decided, engines[name].plan) for name, component in ready.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +146,7 @@ class PipelineEngine:
             setattr(self.pipeline, name, value)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.pipeline!r})"
+        return f"{type(self).__qualname__}({self.pipeline!r})"
 
     @property
     def module(self) -> Any:

@@ -4,8 +4,11 @@ float32.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 import warnings
+from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 import torch
 import transformers as t
 from torch import nn
+from transformers.pipelines import base as pipelines_base
 
 import infuse
 from tests.models.families import enlarge
@@ -70,6 +74,15 @@ def pair_of(model_class: type) -> tuple[nn.Module, infuse.InferenceEngine]:
     return made[0], infuse.init_inference(made[1], dtype="fp32")
 
 
+@pytest.fixture(autouse=True)
+def errors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What pipelines print as errors: nothing, in all of these tests."""
+    printed: list[str] = []
+    monkeypatch.setattr(pipelines_base.logger, "error", lambda text, *args, **keys: printed.append(str(text)))
+    yield printed
+    assert not printed
+
+
 @pytest.mark.parametrize(("task", "given"), [*zip(TASKS, cycle(GIVEN)), ("text-classification", "module")])
 def test_encoders_in_batches(task: str, given: str) -> None:
     model_class, inputs, keys = TASKS[task]
@@ -121,6 +134,52 @@ def test_text_generation_in_batches(given: str) -> None:
         assert found == wanted
     found, wanted = (pipe(prompts, max_new_tokens=8, do_sample=False, return_full_text=False) for pipe in pipes)
     assert found == wanted
+
+
+def test_a_class_that_pipelines_do_not_know_is_told_of(errors: list[str]) -> None:
+    """Else the fixture would see nothing: an encoder alone has no classes."""
+    t.pipeline("text-classification", model=pair_of(t.BertModel)[1], tokenizer=t.AutoTokenizer.from_pretrained(MINILM))
+    (error,) = errors
+    assert error.startswith("The model 'BertModel' is not supported for text-classification")
+    errors.clear()
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_speech_is_decoded_as_the_class_says(given: str) -> None:
+    """Pipelines tell an encoder-decoder of sounds from a CTC model by the name of its class."""
+    tokenizer = t.AutoTokenizer.from_pretrained(LLAMA)
+    sizes = dict(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=2, encoder_num_attention_heads=2, decoder_num_attention_heads=2,
+        encoder_num_key_value_heads=2, decoder_num_key_value_heads=2,
+    )  # fmt: skip
+    extractor = t.Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=16000, return_attention_mask=True)
+    torch.manual_seed(0)
+    original = t.MoonshineForConditionalGeneration(t.MoonshineConfig(**sizes)).eval()
+    enlarge(original)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    pipes = [
+        t.pipeline("automatic-speech-recognition", model=one, tokenizer=tokenizer, feature_extractor=extractor)
+        for one in (GIVEN[given](engine), original)
+    ]
+    assert [pipe.type for pipe in pipes] == ["seq2seq", "seq2seq"]
+    sound = np.random.default_rng(0).standard_normal(16000).astype(np.float32)
+    found, wanted = (pipe(sound.copy(), generate_kwargs=dict(max_new_tokens=6)) for pipe in pipes)
+    assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore:infuse. the layers of BertModel are already replaced")
+def test_the_engine_is_an_engine_under_the_name_of_its_model() -> None:
+    original, engine = pair_of(t.BertModel)
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = original(ids).last_hidden_state
+    for one in (engine, copy.copy(engine), copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        assert type(one).__name__ == "BertModel" and type(one) is not t.BertModel
+        assert isinstance(one, infuse.InferenceEngine) and not isinstance(one, t.BertModel)
+        assert repr(one).startswith("InferenceEngine(\n  (module): BertModel(")
+        torch.testing.assert_close(one(ids).last_hidden_state, wanted, rtol=1e-3, atol=1e-4)
+    again = infuse.init_inference(engine, dtype="fp32")
+    assert again.module is engine.module and type(again).__mro__[1] is infuse.InferenceEngine
 
 
 def test_joblib_threads_call_one_engine() -> None:

@@ -167,6 +167,10 @@ def test_copies_and_pickles_make_the_same_images(engine: Any) -> None:
     assert torch.equal(images(other, "sd15"), wanted)
     other.unet = pickle.loads(pickle.dumps(engine.unet))
     assert torch.equal(images(other, "sd15"), wanted)
+    whole = pickle.loads(pickle.dumps(engine))
+    assert isinstance(whole, PipelineEngine) and type(whole).__name__ == "StableDiffusionPipeline"
+    assert repr(whole).startswith("PipelineEngine(StableDiffusionPipeline")
+    assert torch.equal(images(whole, "sd15"), wanted)
 
 
 def test_a_pipeline_is_freed_and_destroyed() -> None:
@@ -192,6 +196,8 @@ def test_another_pipeline_of_the_same_models() -> None:
     back = diffusers.StableDiffusionImg2ImgPipeline(**other.components, requires_safety_checker=False)
     back.set_progress_bar_config(disable=True)
     assert distance(images(back, "img2img"), wanted) <= CLOSE
+    named = diffusers.AutoPipelineForText2Image.from_pipe(engine)  # finds the task by the name of the class
+    assert type(named) is diffusers.StableDiffusionPipeline and named.unet is engine.unet
 
 
 def test_several_controlnets_and_tiles() -> None:
