@@ -417,8 +417,9 @@ class AttentionReader:
             mask = known[self.mask]
             mask = mask[..., : k.shape[2]]
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        elif self.core.causal:
-            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        elif self.core.causal:  # the last query is the last key's, and PyTorch's first query the first key's
+            order = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+            scores = scores.masked_fill(~order, -torch.inf)
         mixed = scores.softmax(dim=-1) @ v.repeat_interleave(shape.heads // shape.kv_heads, dim=1)
         return mixed.transpose(1, 2).reshape(batch, tokens, -1)
 

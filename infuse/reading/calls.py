@@ -104,6 +104,7 @@ class _Session:
     cached: bool = False
     sizes_vary: bool = False
     calls: dict[str, LayerCall] = field(default_factory=dict)
+    ended: dict[str, LayerCall] = field(default_factory=dict)  # calls in runs that something raised in
 
 
 def recorded_calls(
@@ -130,10 +131,23 @@ def recorded_calls(
         for attempt in product(dict.fromkeys((dtype, torch.bfloat16, torch.float32)), knows):
             if session.calls.keys() != layers.keys():
                 ended = _run(model, layers, session, *attempt) or ended
-    found = {path: [session.calls[path] for session in sessions if path in session.calls] for path in layers}
+    of_layer = {path: [_call_of(path, layers, session) for session in sessions] for path in layers}
+    found = {path: [call for call in calls if call is not None] for path, calls in of_layer.items()}
     on_cache = {path: not takes_cache or any(call.past is not None for call in calls) for path, calls in found.items()}
     found = {path: _without_repetition(calls) if on_cache[path] else [] for path, calls in found.items() if calls}
     return found, ended
+
+
+def _call_of(path: str, layers: Mapping[str, nn.Module], session: _Session) -> LayerCall | None:
+    """The call of a layer in a session, and where that ended early the one of a layer of its class.
+
+    What a layer cannot answer counts, too, for itself and for those behind it: its trace says why.
+    """
+    known = {**session.ended, **session.calls}
+    if path in known or not session.ended:
+        return known.get(path)
+    alike = (call for other, call in known.items() if type(layers[other]) is type(layers[path]))
+    return next(alike, None)
 
 
 def reads_on_cache(model: nn.Module) -> bool:
@@ -178,15 +192,15 @@ def _run(
         cache = DynamicCache(config=getattr(model, "config", None)) if session.cached else None
         for tokens in session.tokens:
             past = seen if cache is not None else None
-            calls = _one_run(model, layers, session, dtype, cache, tokens, seen, knows)
+            calls, error = _one_run(model, layers, session, dtype, cache, tokens, seen, knows)
+            made = {path: LayerCall(session.label, *call, past, session.sizes_vary) for path, call in calls.items()}
+            if error is not None and cache is not None:  # the next call would lack what this one appends
+                session.ended = made | session.ended
+                return in_brief(error)
             seen += tokens
             if tokens == session.tokens[-1]:
-                for path, (hidden, arguments) in calls.items():
-                    call = LayerCall(session.label, hidden, arguments, past, session.sizes_vary)
-                    session.calls.setdefault(path, call)
-    except (
-        Exception
-    ) as error:  # a config without a cache, or code that needs values: the layers that it reached are read
+                session.calls = made | session.calls
+    except Exception as error:  # a config without a cache: the layers that it reached are read
         return in_brief(error)
     return None
 
@@ -200,7 +214,8 @@ def _one_run(
     tokens: int,
     seen: int,
     knows: bool,
-) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+) -> tuple[dict[str, tuple[Tensor, dict[str, Any]]], Exception | None]:
+    """The calls of the layers that a run reaches, and what it ended with, such as code that needs values."""
     make = partial(_on_meta, dtype)
     inputs: dict[str, Any] = model_inputs(model, make, session.batch, tokens)
     if not session.padded and not _needs_mask(model):
@@ -223,15 +238,15 @@ def _one_run(
         if not remaining:
             raise StopModel
 
+    ended: Exception | None = None
     try:
         answers = (_Known if knows else _Answers)(not session.padded)
         with torch.no_grad(), warnings.catch_warnings(), watched(layers, enter, leave), answers:
             warnings.simplefilter("ignore")
             model(**inputs)
-    except Exception:
-        if cache is not None:  # the next call would lack what this one appends
-            raise
-    return tree_map(_to_meta, calls)
+    except Exception as error:
+        ended = error
+    return tree_map(_to_meta, calls), ended
 
 
 def _needs_mask(model: nn.Module) -> bool:

@@ -278,9 +278,20 @@ def op_name(node: Any) -> str:
 
 def _but_sizes(node: Node) -> list[Any]:
     """The arguments of an operation that are neither tensors nor sizes."""
-    return [
-        leaf for leaf in tree_leaves((node.args, node.kwargs)) if type(leaf) is not int and not isinstance(leaf, Node)
-    ]
+    taken = node.args, node.kwargs
+    others = [leaf for leaf in tree_leaves(taken) if type(leaf) is not int and not isinstance(leaf, Node)]
+    return others if op_name(node) == "arange" else [*others, *values_in(node)]
+
+
+def values_in(node: Node) -> list[Any]:
+    """The numbers that an operation computes with, and not those that say sizes, axes or places in them."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    types = {argument.name: str(argument.real_type) for argument in schema.arguments}
+    given = {**dict(zip(types, node.args, strict=False)), **node.kwargs}
+    numbers = [leaf for name, value in given.items() if "int" not in types[name] for leaf in tree_leaves(value)]
+    return [leaf for leaf in numbers if not isinstance(leaf, Node)]
 
 
 def _written(node: Node) -> list[Any]:

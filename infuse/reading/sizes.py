@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource  # transformers' models import it too
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, statically_known_true
+from torch.utils._pytree import tree_leaves
 
-from infuse.reading.graph import is_in_layer
+from infuse.reading.graph import LayerGraph, Size, is_in_layer, op_name, values_in
 
 
 class Variables:
@@ -28,7 +32,7 @@ class Variables:
         like, context = torch.empty(number, device="meta"), StatelessSymbolicContext([DimDynamic.DYNAMIC])
         source = ConstantSource(f"size_{number}")
         sizes, _, _ = self._env.create_symbolic_sizes_strides_storage_offset(like, source, symbolic_context=context)
-        return sizes[0]
+        return torch.SymInt(_Settled.of(sizes[0].node))
 
     def tensor(self, like: Tensor, axes: Iterable[int]) -> Tensor:
         """A tensor on meta as `like`, whose sizes in `axes` are variables where they are known."""
@@ -43,6 +47,52 @@ class Variables:
             if not (str(bounds.lower) in ("0", "1", "2") and _is_endless(bounds.upper))
         ]
         return ", ".join(dict.fromkeys(filter(None, [*places, *ranges])))
+
+
+class _Settled(SymNode):
+    """A variable, or what is computed of variables. A comparison that all sizes answer alike is a plain bool, which
+    operations take as one: `is_causal=tokens > 1`. Any other stays open, and asking for its answer is a branch.
+    """
+
+    @staticmethod
+    def of(node: SymNode) -> SymNode:
+        if node.is_bool() and node.constant is None:
+            for answer, certain in ((True, node), (False, SymNode.sym_not(node))):
+                if statically_known_true(torch.SymBool(certain)):
+                    node = node.wrap_bool(answer)
+        node.__class__ = _Settled
+        return node
+
+
+def _settling(method: Callable[..., SymNode]) -> Callable[..., SymNode]:
+    @functools.wraps(method)
+    def settled(self: SymNode, *others: Any) -> SymNode:
+        return _Settled.of(method(self, *others))
+
+    return settled
+
+
+_METHODS = (
+    "wrap_int wrap_float wrap_bool abs add sub mul mod neg pow_by_natural float_pow float_truediv int_truediv "
+    "int_floordiv lshift rshift floor ceil round trunc sym_float sym_int sym_min sym_max sym_ite sym_sum "
+    "eq ne gt lt le ge and_ or_ sym_not is_integer"
+)
+for _name in _METHODS.split():
+    setattr(_Settled, _name, _settling(getattr(SymNode, _name)))
+
+
+def as_values(graph: LayerGraph) -> str:
+    """How a layer uses a size otherwise than to say how many of something there are: as a number that it computes
+    with, or in steps. A comparison at a few sizes tells nothing of others then. Empty if it does not.
+    """
+    for node in graph.operations():
+        at = f"`{op_name(node)}`{graph.where(node)}"
+        if op_name(node) != "arange" and any(isinstance(value, Size) for value in values_in(node)):
+            return f"computes with a size: {at}"
+        sizes = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Size)]
+        if steps := [size for size in sizes if not sympy.sympify(size.expression).is_polynomial()]:
+            return f"has a branch on a size: {at} takes {steps[0]}"
+    return ""
 
 
 def resized(like: Tensor, sizes: Mapping[int, Mapping[int, Any]]) -> Tensor:

@@ -27,18 +27,20 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from transformers.cache_utils import Cache
 
 from infuse.errors import SpecMismatch, in_brief
+from infuse.reading.attention import cores
 from infuse.reading.calls import CACHE, LayerCall, Untouched
 from infuse.reading.effects import attributes, changed, containers
 from infuse.reading.finite import Answers
 from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, Size, Trace, is_in_layer
 from infuse.reading.results import RESULTS, Results
-from infuse.reading.sizes import Variables, resized
+from infuse.reading.sizes import Variables, as_values, resized
 
 aten = torch.ops.aten
 _OF_VALUES = (aten.is_nonzero, aten.item, aten._local_scalar_dense, aten.equal)
 _OF_NUMBERS = (aten.lift_fresh, aten.detach_)  # how torch.tensor hands out what it made
 # Sizes of far calls, which no layer should notice: beyond what it may compare with, and multiples of much.
 _FAR_BATCH, _FAR_TOKENS, _FAR_PAST = 240, 40320, 55440
+NO_LAYER = "has no attention and returns other sizes than it takes: it is no layer"  # as mergers of patches
 _CALL = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
 
 
@@ -93,8 +95,13 @@ def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True, is_far: bo
         raise SpecMismatch(_name(layer), ["asks whether other values are finite than those that it clamps"])
     told.asks_finite = bool(answers.asked)
     graph = LayerGraph(_name(layer), trace)
+    result = graph.outputs[0] if graph.outputs else None
+    if result is not None and graph.shape(result) != graph.shape(graph.hidden) and not cores(graph):
+        raise SpecMismatch(_name(layer), [NO_LAYER])
     if branches := called.branches():
         raise SpecMismatch(_name(layer), [f"has a branch on a size: {branches}"])
+    if used := as_values(graph):
+        raise SpecMismatch(_name(layer), [used])
     return graph, told
 
 
@@ -256,9 +263,9 @@ class _Recorder(TorchDispatchMode):
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._node(value)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return Size(value.node.expr)
-        return value
+        return bool(value) if isinstance(value, torch.SymBool) else value
 
     def _node(self, tensor: Tensor) -> Node:
         """The node that made a tensor."""

@@ -38,10 +38,11 @@ class Case:
     """`layer`, `attention`, `mlp`, `norm`: the changed classes; None is the unchanged one.
 
     `words`: a reason for leaving the layer contains one of them, or a line of a changed class. `config`: changed sizes.
-    `changes`: a change to the model after it was built. `of`: the pieces that are unchanged. `only`: the layers that
-    are changed; the others are read. `calls`: keywords of one further call. `like`: the nearest layer without the
-    change, from whose results the case's must differ, so that the comparison would notice if one were taken for the
-    other; None if they compute the same, or if their weights have other shapes.
+    `changes`: a change to the model after it was built. `of`: the pieces that are unchanged. `around`: the model of
+    layers that do not decode on a cache. `only`: the layers that are changed; the others are read. `calls`: keywords of
+    one further call. `like`: the nearest layer without the change, from whose results the case's must differ, so that
+    the comparison would notice if one were taken for the other; None if they compute the same, or if their weights have
+    other shapes.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     changes: Callable[[Any], None] = no_change
     of: Pieces = DECODER
+    around: type = Encoder
     only: tuple[int, ...] = (0, 1)
     calls: dict[str, Any] = field(default_factory=dict)
     like: Pieces | None = DECODER
@@ -86,7 +88,7 @@ class Case:
 
     def _built(self, of_layer: tuple[Pieces, ...]) -> Any:
         torch.manual_seed(0)
-        model = (CausalLM if self.decodes else Encoder)(Config(**self.config), of_layer).eval()
+        model = (CausalLM if self.decodes else self.around)(Config(**self.config), of_layer).eval()
         enlarge(model)
         with torch.no_grad():
             for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from infuse.errors import SpecMismatch
 from infuse.reading.calls import LayerCall
 from infuse.reading.graph import Numbers, op_name
-from infuse.reading.trace import traced
+from infuse.reading.trace import NO_LAYER, traced
 
 BATCH, TOKENS, WIDTH = 5, 13, 8
 
@@ -68,6 +69,29 @@ class AsksForTokens(Layer):
         return super().forward(hidden if hidden.shape[1] < 4096 else -hidden)
 
 
+class Compares(Layer):
+    """What `compare` makes of the numbers of texts and tokens is a bool, as operations want it, or a branch."""
+
+    def __init__(self, compare: Callable[[Any, Any], Any]):
+        super().__init__()
+        self.compare = compare
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        return super().forward(torch.dropout(hidden, 0.5, self.compare(batch, tokens)))
+
+
+class Merges(nn.Module):
+    """Four tokens become one, as in mergers of patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH, device="meta"), nn.Linear(4 * WIDTH, WIDTH, device="meta")
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        return self.linear(self.norm(hidden).view(-1, 4 * WIDTH))
+
+
 class MovesToNumbers(Layer):
     def forward(self, hidden: Tensor, **given: Any) -> Tensor:
         return super().forward(hidden) * len(hidden[0, 0].tolist())
@@ -120,6 +144,51 @@ def test_a_branch_far_from_the_sizes_of_the_call_is_seen() -> None:
     with pytest.raises(SpecMismatch, match=r"has a branch on a size: test_trace\.py:\d+, from 2 to 4095"):
         traced(AsksForTokens(), call())
     traced(AsksForTokens(), call(varies=False))
+
+
+SETTLED: dict[str, Callable[[Any, Any], Any]] = {
+    "one": lambda batch, tokens: tokens < 1,
+    "negated": lambda batch, tokens: not tokens > 1,
+    "of a sum": lambda batch, tokens: tokens + 7 == tokens,
+    "from the left": lambda batch, tokens: 3 - tokens > 2,
+    "both": lambda batch, tokens: (tokens > 1) & (batch == 0),
+    "either": lambda batch, tokens: (tokens == 1) | (tokens * batch < tokens),
+    "in a chain": lambda batch, tokens: 0 < tokens < 2,
+    "of a bool": lambda batch, tokens: (tokens > 1) == (batch == 1),
+    "of floats": lambda batch, tokens: tokens / 2 < 1 / 2,
+    "an index": lambda batch, tokens: (True, False)[tokens > 1],
+    "a key": lambda batch, tokens: {True: False}[tokens != 0],
+    "a number": lambda batch, tokens: int(tokens < 1) + (tokens == 1) > 0,
+    "in a text": lambda batch, tokens: f"{tokens > 1}" == "False",
+}
+OPEN: dict[str, Callable[[Any, Any], Any]] = {
+    "many tokens": lambda batch, tokens: tokens > 4096,
+    "many of both": lambda batch, tokens: batch * tokens > 4096,
+    "both": lambda batch, tokens: (tokens > 1) & (batch > 4096),
+    "unlike": lambda batch, tokens: tokens % 64 == 0,
+    "rounded": lambda batch, tokens: tokens // 4096 == 1,
+}
+
+
+@pytest.mark.parametrize("name", SETTLED)
+def test_a_condition_that_all_sizes_answer_alike_is_a_bool(name: str) -> None:
+    graph, _ = traced(Compares(SETTLED[name]), call())
+    assert "dropout" not in [op_name(node) for node in graph.operations()], "one that drops nothing is passed over"
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_any_other_condition_is_no_bool(name: str) -> None:
+    with pytest.raises(SpecMismatch, match="must be bool, not SymBool"):
+        traced(Compares(OPEN[name]), call())
+    with pytest.raises(SpecMismatch, match=r"has a branch on a size: test_trace\.py:\d+"):
+        traced(Compares(lambda batch, tokens: bool(OPEN[name](batch, tokens))), call())
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_what_returns_other_sizes_is_no_layer(varies: bool) -> None:
+    hidden = torch.empty(1, 24, WIDTH, device="meta")
+    with pytest.raises(SpecMismatch, match=NO_LAYER):
+        traced(Merges(), LayerCall("pictures", hidden, {}, sizes_vary=varies))
 
 
 @pytest.mark.parametrize("varies", [True, False])

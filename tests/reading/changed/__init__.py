@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.reading.changed import (
     attention,
     caches,
+    conditions,
     effects,
     encoder,
     mlp,
@@ -17,7 +18,7 @@ from tests.reading.changed import (
     writes,
 )
 
-_FILES = (stream, attention, scores, rotary, caches, mlp, norms, sizes, state, writes, effects, encoder)
+_FILES = (stream, attention, scores, rotary, caches, mlp, norms, sizes, conditions, state, writes, effects, encoder)
 CASES = {case.name: case for file in _FILES for case in file.CASES}
 VARIANTS = {case.name: case for file in _FILES for case in file.VARIANTS}
 BY_NAME = CASES | VARIANTS
