@@ -236,9 +236,9 @@ def test_a_lower_level_leaves_products_to_pytorch_that_has_amx(detection: Path) 
 )
 def test_env_says_why_amx_does_not_run(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     class Binary:
-        levels = staticmethod(lambda: f"{LEVEL} {state}\navx512_bf16\ngeneric")
-        isa = staticmethod(lambda: "generic")
-        compiler = torch_version = staticmethod(lambda: "")
+        levels = staticmethod(lambda: f"{LEVEL} {state}\navx512_bf16\ngeneric".encode())
+        isa = staticmethod(lambda: b"generic")
+        compiler = torch_version = staticmethod(lambda: b"")
 
     monkeypatch.setenv("INFUSE_CPU_ISA", "generic")
     monkeypatch.setattr("infuse.native.kernels", Binary)
