@@ -8,7 +8,7 @@ import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
-from infuse.ops.triton.kernels.words import codes_in_word, decoded, dot, load_words, of_groups
+from infuse.ops.triton.kernels.words import addend_of, codes_in_word, decoded, dot, load_words, shift_of, step_of
 
 
 @triton.jit
@@ -96,7 +96,9 @@ def add_tile(
         row = output[:, None, None].to(tl.int64)
         inside = (output[:, None, None] < end) & (place < inputs // SEGMENT)
         words, high = load_words(data + row * row_words, place, in_place, inputs, inside, FORMAT, SEGMENT)
-        step, shift, added = of_groups(scale, zero, row, place // of_group, groups, inside, 0.0, FORMAT)
+        step = step_of(scale, zero, row, place // of_group, groups, inside, 0.0, FORMAT)
+        shift = shift_of(zero, row, place // of_group, groups, inside, FORMAT)
+        added = addend_of(scale, zero, row, place // of_group, groups, inside, FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
             x_tile = rows_of_tile(
@@ -166,7 +168,9 @@ def dequantize_rows(
     asked = source + 0 * segment
     there = known & (asked >= 0) & (asked < outputs)
     words, high = load_words(data + source * row_words, segment, word, inputs, there, FORMAT, SEGMENT)
-    step, shift, added = of_groups(scale, zero, source, segment // of_group, groups, there, float("nan"), FORMAT)
+    step = step_of(scale, zero, source, segment // of_group, groups, there, float("nan"), FORMAT)
+    shift = shift_of(zero, source, segment // of_group, groups, there, FORMAT)
+    added = addend_of(scale, zero, source, segment // of_group, groups, there, FORMAT)
     for j in tl.static_range(CODES):
         y = decoded(words, high, step, shift, added, j, FORMAT).to(out.dtype.element_ty)
         tl.store(out + place * inputs + segment * SEGMENT + j * WORDS + word, y, mask=known)

@@ -11,11 +11,13 @@ import triton.language as tl
 from infuse.ops.triton.kernels.activation import activated
 from infuse.ops.triton.kernels.norm import moments, scaled
 from infuse.ops.triton.kernels.words import (
+    addend_of,
     codes_in_word,
     decoded,
     load_words,
-    of_groups,
     offset,
+    shift_of,
+    step_of,
     tiny_scale,
     tiny_value,
     unit,
@@ -141,7 +143,9 @@ def tile_of_row(
     inside = (row < end) & (segment < segments)
     start = data + row.to(tl.int64) * row_words
     words, high = load_words(start, segment, word, inputs, inside, FORMAT, SEGMENT)
-    step, shift, added = of_groups(scale, zero, row, segment // of_group, groups, inside, 0.0, FORMAT)
+    step = step_of(scale, zero, row, segment // of_group, groups, inside, 0.0, FORMAT)
+    shift = shift_of(zero, row, segment // of_group, groups, inside, FORMAT)
+    added = addend_of(scale, zero, row, segment // of_group, groups, inside, FORMAT)
     part = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
     x_sum = tl.zeros((1, SEGMENTS, WORDS), tl.float32)
     for j in tl.static_range(CODES):

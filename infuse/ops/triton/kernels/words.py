@@ -190,18 +190,17 @@ def of_block(FORMAT, WHAT):
     return numbers[FORMAT][{"groups": 0, "bytes": 1, "sc": 2, "mn": 3}[WHAT]]
 
 
-@triton.jit
-def of_groups(scale, zero, row, group, groups, inside, missing, FORMAT: tl.constexpr):
-    """Of groups of rows: step, shift and addend of their weights, (code - shift) * step + addend.
+# A weight is (code - shift) * step + addend, with one of each for a group of a row. `zero` holds zero points; or, in
+# float32, offsets of codes that begin with 0; or it is `scale`, whose bytes have the fields of blocks, as float16.
+# Three functions, since shift and addend may be None: Triton 3.6 cannot return a tuple that holds None.
 
-    Shift and addend may be None. Scales that are not `inside` are `missing`. `zero` holds zero points; or, in float32,
-    offsets of codes that begin with 0; or it is `scale`, whose bytes have the fields of blocks, as float16.
-    """
-    # Not one return of variables that may be None: the compiler has no type for them.
+
+@triton.jit
+def step_of(scale, zero, row, group, groups, inside, missing, FORMAT: tl.constexpr):
+    """The steps of groups of rows in float32; `missing` for those that are not `inside`."""
     if in_blocks(FORMAT):
         GROUPS: tl.constexpr = of_block(FORMAT, "groups")
         BYTES: tl.constexpr = of_block(FORMAT, "bytes")
-        MN: tl.constexpr = of_block(FORMAT, "mn")
         block = row.to(tl.int64) * (groups // GROUPS) + group // GROUPS
         place = scale + block * BYTES + group % GROUPS
         step = tl.load(zero + block * (BYTES // 2), mask=inside, other=missing).to(tl.float32)
@@ -209,30 +208,54 @@ def of_groups(scale, zero, row, group, groups, inside, missing, FORMAT: tl.const
             sc = tl.load(place + of_block(FORMAT, "sc"), mask=inside, other=0)
             if FORMAT == "q2_k":
                 sc = sc & 15
-            elif MN == 0:
+            elif of_block(FORMAT, "mn") == 0:
                 sc = sc.to(tl.int8, bitcast=True)
             step *= sc.to(tl.float32)
-        if MN == 0:
-            return step, None, None
-        else:
-            added = tl.load(zero + block * (BYTES // 2) + 1, mask=inside, other=0.0).to(tl.float32)
-            if GROUPS > 1:
-                mn = tl.load(place + MN, mask=inside, other=0)
-                if FORMAT == "q2_k":
-                    mn = mn >> 4
-                added *= -mn.to(tl.float32)
-            return step, None, added
     else:
         at = row.to(tl.int64) * groups + group
         step = tl.load(scale + at, mask=inside, other=missing).to(tl.float32)
-        if zero is None:
-            return step, None, None
+    return step
+
+
+@triton.jit
+def shift_of(zero, row, group, groups, inside, FORMAT: tl.constexpr):
+    """The shifts of groups of rows in float32, or None."""
+    if in_blocks(FORMAT) or zero is None:
+        return
+    else:
+        at = row.to(tl.int64) * groups + group
+        third = tl.load(zero + at, mask=inside, other=0).to(tl.float32)
+        if zero.dtype.element_ty == tl.float32:
+            return tl.zeros_like(third) - offset(FORMAT)
         else:
-            third = tl.load(zero + at, mask=inside, other=0).to(tl.float32)
-            if zero.dtype.element_ty == tl.float32:
-                return step, tl.zeros_like(third) - offset(FORMAT), third
-            else:
-                return step, third * zero_unit(FORMAT), None
+            return third * zero_unit(FORMAT)
+
+
+@triton.jit
+def addend_of(scale, zero, row, group, groups, inside, FORMAT: tl.constexpr):
+    """The addends of groups of rows in float32, or None."""
+    if in_blocks(FORMAT):
+        GROUPS: tl.constexpr = of_block(FORMAT, "groups")
+        BYTES: tl.constexpr = of_block(FORMAT, "bytes")
+        MN: tl.constexpr = of_block(FORMAT, "mn")
+        if MN == 0:
+            return
+        else:
+            block = row.to(tl.int64) * (groups // GROUPS) + group // GROUPS
+            added = tl.load(zero + block * (BYTES // 2) + 1, mask=inside, other=0.0).to(tl.float32)
+            if GROUPS > 1:
+                mn = tl.load(scale + block * BYTES + group % GROUPS + MN, mask=inside, other=0)
+                if FORMAT == "q2_k":
+                    mn = mn >> 4
+                added *= -mn.to(tl.float32)
+            return added
+    elif zero is None:
+        return
+    elif zero.dtype.element_ty == tl.float32:
+        at = row.to(tl.int64) * groups + group
+        return tl.load(zero + at, mask=inside, other=0).to(tl.float32)
+    else:
+        return
 
 
 @triton.jit
