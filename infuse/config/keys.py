@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -197,6 +197,8 @@ def _all_keys(section: type[Section], at: str = "") -> Iterator[str]:
 
 def _section_of(section: type[Section], name: str) -> type[Section] | None:
     annotation = section.model_fields[name].annotation
+    if get_origin(annotation) is not None:  # dict[str, Any], which passes for a class in Python 3.10
+        return None
     return annotation if inspect.isclass(annotation) and issubclass(annotation, Section) else None
 
 
