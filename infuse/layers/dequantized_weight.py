@@ -20,7 +20,7 @@ from infuse.errors import UnsupportedCall
 _OF_VALUES = frozenset(
     (Tensor.tolist, Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.__repr__, Tensor.__format__, Tensor.__dlpack__)
 )
-_ARRAYS = frozenset((Tensor.numpy, Tensor.__array__))
+_ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))  # type: ignore[arg-type]
 _WRITES = frozenset((Tensor.__setitem__, Tensor.data.__set__))  # type: ignore[attr-defined]
 _TRAINS = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 
@@ -68,7 +68,7 @@ class DequantizedWeight(Tensor):
             return func(*args, **given)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}

@@ -100,16 +100,31 @@ def make_linear(
     combine: Combine | None = None,
     *,
     ordered: bool = False,
-    transposed: bool = False,
-) -> Linear | TransposedLinear | QuantizedLinear:
+) -> Linear | QuantizedLinear:
     """Make an empty linear layer in the quantization format `format`; None keeps the compute dtype.
 
     `inputs` and `outputs` are this rank's sizes. `combine` turns the rank's result into that of the whole layer.
-    `ordered`: the columns of its codes are in another order than the inputs. `transposed`: it replaces a Conv1D.
+    `ordered`: the columns of its codes are in another order than the inputs.
     """
-    if format is not None:
-        return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered, transposed=transposed)
-    return (TransposedLinear if transposed else Linear)(inputs, outputs, bias, bodies, combine)
+    if format is None:
+        return Linear(inputs, outputs, bias, bodies, combine)
+    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered)
+
+
+def make_conv1d(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    format: str | None,
+    bodies: Mapping[str, str],
+    combine: Combine | None = None,
+    *,
+    ordered: bool = False,
+) -> TransposedLinear | QuantizedLinear:
+    """As `make_linear`, in the place of transformers' Conv1D: callers read its weight as [in, out]."""
+    if format is None:
+        return TransposedLinear(inputs, outputs, bias, bodies, combine)
+    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered, transposed=True)
 
 
 class Quantized(InferenceModule):
@@ -193,6 +208,9 @@ class Quantized(InferenceModule):
         weight = self.held()
         return weight.format.dequantize(weight, dtype)
 
+    def _turned(self, dtype: torch.dtype) -> Tensor:
+        return self.dequantized(dtype).t().contiguous()
+
     @property
     def weight(self) -> Tensor:
         """The original's weight: its shape, dtype and values. Each use of it dequantizes, and writes to it raise."""
@@ -203,9 +221,6 @@ class Quantized(InferenceModule):
         else:
             shape, values = (rows, columns), self.dequantized
         return self._reading.weight(shape, self.dtype, codes.device, values, self.format)
-
-    def _turned(self, dtype: torch.dtype) -> Tensor:
-        return self.dequantized(dtype).t().contiguous()
 
     @weight.setter
     def weight(self, value: Tensor) -> None:

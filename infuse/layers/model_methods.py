@@ -25,6 +25,7 @@ def answer_for_replaced(module: nn.Module) -> None:
     replaced. num_parameters counts quantized weights.
     """
     module.get_submodule = partial(_get_submodule, module)  # type: ignore[method-assign]
+    model: Any
     for model in module.modules():
         if hasattr(model, "resize_token_embeddings"):
             _fix_vocabulary(model)

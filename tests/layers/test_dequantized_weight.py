@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 import infuse
 from infuse.apply.adopt import adopt
 from infuse.layers.joined_linear import JoinedLinear
-from infuse.layers.linear import Quantized, TransposedLinear, make_linear
+from infuse.layers.linear import Quantized, TransposedLinear, make_conv1d, make_linear
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME
 from tests.support.checkpoints import on_meta
@@ -103,6 +103,7 @@ def test_blocks_of_gguf_read_as_their_values(tmp_path: Path) -> None:
             return "q6_k"
         return None if "_proj.weight" not in name else "q6_k" if "v_proj" in name else "q4_k"
 
+    original: Any
     _, original = publish_coded(tmp_path, "llama-bias", stored, **WIDE)
     with registered():
         keys = dict(dtype="fp32", progress=False, verify="off")
@@ -233,7 +234,7 @@ def test_parameters_are_counted_as_the_originals(name: str, quant: str | None) -
 def test_a_conv1d_reads_as_one(format: str | None) -> None:
     """transformers' Conv1D, of GPT-2, has its weight as [in, out]; ours is held as [out, in]."""
     conv = Conv1D(48, 48)
-    made: Any = make_linear(48, 48, True, format, {}, transposed=True)
+    made: Any = make_conv1d(48, 48, True, format, {})
     adopt(made, conv)
     if format is None:
         made._parameters.update(weight=nn.Parameter(conv.weight.detach().t().contiguous(), False), bias=conv.bias)
