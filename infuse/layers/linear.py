@@ -248,7 +248,8 @@ class _PlainProduct(InferenceModule):
         """The op's arguments after x: weight and bias, before those of ops.linear.Fusion."""
         held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
         weight = held.get("weight")
-        return self.weight if weight is None else weight, held["bias"]  # None: parametrized or pruned
+        # Not there: parametrized or pruned.
+        return self.weight if weight is None else weight, held["bias"] if "bias" in held else self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained

@@ -23,7 +23,7 @@ from infuse.apply.adopt import adopt
 from infuse.layers.joined_linear import JoinedLinear
 from infuse.layers.linear import Quantized, TransposedLinear, make_conv1d, make_linear
 from infuse.quant.parse import quant_format
-from tests.models.families import BY_NAME
+from tests.models.families import BY_NAME, FAMILIES
 from tests.support.checkpoints import on_meta
 from tests.support.coded import publish as publish_coded
 from tests.support.coded import registered
@@ -84,6 +84,18 @@ def test_what_reads_as_a_weight_is_the_originals(name: str, format: str, inject:
             assert torch.equal(found, wanted), path
     assert read >= least
     assert (model.device, model.dtype) == (original.device, torch.bfloat16)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("inject", [True, False])
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_no_name_of_the_original_reads_as_another_tensor(name: str, inject: bool) -> None:
+    original, model = BY_NAME[name].make(), replaced(name, replace_with_kernel_inject=inject)
+    for path, parameter in original.named_parameters(remove_duplicate=False):
+        found = attribute(model, path)
+        if found is not None:
+            assert (found.shape, found.dtype) == (parameter.shape, parameter.dtype), path
+            assert (found - parameter).norm() <= 0.02 * parameter.norm(), path
 
 
 @pytest.mark.parametrize("name", STORED)
