@@ -160,30 +160,38 @@ class KVCache(DynamicCache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether layer `layer_idx`, or the last one with a state, has one. ValueError if it has none at any time."""
-        if layer_idx is not None and layer_idx >= len(self.layers):
+        layers = self.layers
+        if layer_idx is not None and layer_idx >= len(layers):
             return False
-        asked = reversed(self.layers) if layer_idx is None else [self.layers[layer_idx]]
+        asked = reversed(layers) if layer_idx is None else [layers[layer_idx]]
         for slot in asked:
             if isinstance(slot, LinearLayer):
                 return slot.of_states.length > 0
+        if layer_idx is not None and not any(slot.length for slot in layers):  # no layer has shown its kind yet
+            return False
         which = "no layer" if layer_idx is None else f"layer {layer_idx} not"
         raise ValueError(f"has_previous_state was asked of a cache of which {which} holds a recurrence's state")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens. ValueError if there are states alone, and another model has appended uncounted tokens."""
-        layers = self.layers
-        if layer_idx >= len(layers):
-            return 0
-        slot = layers[layer_idx]
-        if type(slot) is StateSlot and slot.place is None:
-            slot = next((each for each in layers if each.length and isinstance(each, KVSlot)), slot)
-            if slot is layers[layer_idx] and not slot.counts:
-                raise ValueError("get_seq_length: another model appended tokens to states, which do not count them")
-        return slot.get_seq_length()
+        slot = self._counting(layer_idx)
+        if type(slot) is StateSlot and slot.place is None and not slot.counts:
+            raise ValueError("get_seq_length: another model appended tokens to states, which do not count them")
+        return 0 if slot is None else slot.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        slot = self._counting(layer_idx)
+        return (query_length, 0) if slot is None else slot.get_mask_sizes(query_length)
+
+    def _counting(self, index: int) -> Any:
+        """The slot that counts the tokens of layer `index`: for states the first with keys, if there is one."""
         layers = self.layers
-        return layers[layer_idx].get_mask_sizes(query_length) if layer_idx < len(layers) else (query_length, 0)
+        if index >= len(layers):
+            return None
+        slot = layers[index]
+        if type(slot) is StateSlot and slot.place is None:
+            return next((each for each in layers if each.length and isinstance(each, KVSlot)), slot)
+        return slot
 
     @property
     def is_linear(self) -> list[bool]:

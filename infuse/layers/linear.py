@@ -248,16 +248,15 @@ class _PlainProduct(InferenceModule):
         """The op's arguments after x: weight and bias, before those of ops.linear.Fusion."""
         held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
         weight = held.get("weight")
-        # Not there: parametrized or pruned.
-        return self.weight if weight is None else weight, held["bias"] if "bias" in held else self.bias
+        return self.weight if weight is None else weight, held["bias"]  # None: parametrized or pruned
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
             if self._combine is None:
-                return F.linear(x, *self.arguments())
+                return F.linear(x, self.arguments()[0], self.bias)
             return unrecorded(_PlainProduct.forward, self, x)
         if autocast.is_any_on() and autocast.dtype_for(x) is not None:
-            y = F.linear(x, *self.arguments())
+            y = F.linear(x, self.arguments()[0], self.bias)
         else:
             y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)

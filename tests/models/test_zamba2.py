@@ -13,9 +13,9 @@ from transformers import DynamicCache
 import infuse
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
+from infuse.layers.hybrid_slot import HybridSlot
 from infuse.layers.one_call import StepCall
 from infuse.layers.recurrence_slot import StateSlot
-from infuse.layers.slot import KVSlot
 from infuse.native import kernels
 from tests.models.families import ZAMBA2, inputs
 from tests.support.one_calls import calls_noted
@@ -69,7 +69,7 @@ def test_steps_on_a_cache(ours: bool, engine: infuse.InferenceEngine) -> None:
             found = engine(ids[:, start:stop], past_key_values=cache).logits
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
     if isinstance(cache, KVCache):
-        assert [type(slot) for slot in cache.layers] == [StateSlot, KVSlot] * 2
+        assert [type(slot) for slot in cache.layers] == [StateSlot, HybridSlot] * 2
         assert {place: type(slot) for place, slot in cache.more.items()} == {
             (1, "mamba"): StateSlot,
             (3, "mamba"): StateSlot,
