@@ -28,6 +28,7 @@ import infuse
 from infuse.architectures.plain import linears
 from infuse.plan.kinds import ATTENTION, BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.plan.plan import Plan
+from infuse.reading.trace import NO_LAYER
 from infuse.unknown.roles import layer_paths
 from tests.models.every_architecture import first_output, model_types, tiny_model
 from tests.support.forked import CONTEXT, start
@@ -103,6 +104,8 @@ def record_of(kind: str) -> Record:
 def of_plan(plan: Plan, layers: Sequence[Layer]) -> Record:
     """Read the record from an executed plan. `layers`: the model's repeated layers before."""
     blocks = {step.path: step for step in plan.steps if step.depth in (BLOCK, MODULE)}
+    none = {left.path for left in plan.left if left.why.startswith(NO_BLOCK) and left.why.endswith(NO_LAYER)}
+    layers = [layer for layer in layers if layer.path not in none]
     stay = [layer for layer in layers if not all(_inside(linear, blocks) for linear in layer.linears)]
     # `layer_paths` looks for plain linears; Falcon's layers have linears of a class of their own.
     paths = [layer.path for layer in layers]
@@ -213,9 +216,10 @@ Before layers were read from their graphs, 74 of the 311 types that could be run
 attention, packed towers, layer scale and what Gemma 4, MPNet and DeBERTa need were parts, 149 of 312 (48 %).
 
 `spec`: the blocks have a written spec. `read`: they were read from their layers' graphs. Repeated layers are the
-members of a model's lists of layers, in all of its parts: text, pictures, sound, encoder and decoder. Of the models of
-a type, the first of these is taken: for causal language modelling, for generation from text, from sound or from several
-inputs, the plain one.
+members of a model's lists of layers, in all of its parts: text, pictures, sound, encoder and decoder. A member without
+attention that returns other sizes than it takes, such as a merger of patches, is none: its linears are replaced like
+those outside of layers. Of the models of a type, the first of these is taken: for causal language modelling, for
+generation from text, from sound or from several inputs, the plain one.
 
 `python -m tests.models.models_page > docs/models.md` writes this page.
 
