@@ -60,7 +60,7 @@ def with_wrapped(function: Any) -> Iterator[Any]:
 def _package_of(function: Any) -> str:
     if isinstance(function, FunctionType):
         return function.__globals__.get("__name__", "").partition(".")[0]
-    if isinstance(function, MethodType):
+    if type(function) is MethodType:  # not one of ours, which passes for a method of the user's class
         owner = function.__self__
         return package_of(owner if isinstance(owner, type) else type(owner))
     return package_of(function if isinstance(function, type) else type(function))

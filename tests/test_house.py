@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "device",
         "memory",
         "temporary_hooks",
+        "instance_method",
         "lookups",
         "questions",
         "dtype_cast",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from infuse.errors import UnsupportedCall
+from infuse.instance_method import InstanceMethod
 
 _OWN = ("base_model", "model", "base_layer", "original_module")  # children of PEFT modules that belong to the user
 _MERGES = ("merge", "unmerge")
@@ -60,10 +61,12 @@ def merging_refused(module: nn.Module, formats: Mapping[str, str]) -> dict[str, 
     """
     if not formats or not is_adapter(module):
         return {}
-    return {name: partial(_refuse, name, *formats.values()) for name in _MERGES if hasattr(module, name)}
+    format = next(iter(formats.values()))
+    names = [name for name in _MERGES if hasattr(module, name)]
+    return {name: InstanceMethod(partial(_refuse, name, format), module, name) for name in names}
 
 
-def _refuse(name: str, format: str, *args: Any, **kwargs: Any) -> None:
+def _refuse(name: str, format: str, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedCall(
         f"{name}: this adapter's base layer is quantized ({format}), and nothing can be added to its weights: "
         "merge the adapters before init_inference, or leave `quant` out; adapters that are not merged work, "

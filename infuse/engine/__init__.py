@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, overload
 
+import torch
 from torch import nn
 
 from infuse import interrupts
@@ -65,6 +67,8 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> Any:
     ProofError under verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced
     layers.
     """
-    if is_pipeline(model):
-        return PipelineEngine(model, config, **kwargs)
-    return InferenceEngine(model, config, **kwargs)
+    # Weights made in inference mode could not be written to later, outside of it.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        if is_pipeline(model):
+            return PipelineEngine(model, config, **kwargs)
+        return InferenceEngine(model, config, **kwargs)

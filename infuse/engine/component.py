@@ -16,6 +16,7 @@ from torch import nn
 
 from infuse.errors import UnsupportedCall
 from infuse.inputs.component import is_component
+from infuse.instance_method import InstanceMethod
 from infuse.layers.diffusion.convolution import share_memory
 from infuse.plan.kinds import MODULE
 from infuse.plan.plan import Plan
@@ -43,13 +44,13 @@ def install_changes(model: nn.Module, plan: Plan) -> None:
     share_memory(model)
     for name, why in _REFUSED.items():
         if hasattr(type(model), name):
-            setattr(model, name, partial(_refuse, type(model).__name__, name, why))
+            setattr(model, name, InstanceMethod(partial(_refuse, name, why), model, name))
     if hasattr(type(model), "enable_cache"):
-        model.enable_cache = partial(enable_cache, model)  # type: ignore[assignment]
+        model.enable_cache = InstanceMethod(enable_cache, model, "enable_cache")  # type: ignore[assignment]
 
 
-def _refuse(model: str, name: str, why: str, *args: Any, **kwargs: Any) -> None:
-    raise UnsupportedCall(f"{model}.{name}: {why}")
+def _refuse(name: str, why: str, model: Any, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedCall(f"{type(model).__name__}.{name}: {why}")
 
 
 def enable_cache(model: Any, config: Any) -> None:

@@ -22,6 +22,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
 from infuse.dtype_cast import kept_in_float32
 from infuse.engine.component import install_changes
+from infuse.engine.module_method import like_modules
 from infuse.engine.named import NamedAsHeld
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
@@ -176,10 +177,12 @@ class InferenceEngine(NamedAsHeld, nn.Module):
     def _get_name(self) -> str:
         return type(self).__qualname__
 
+    @like_modules
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
-        return self.module(*args, **kwargs)
+        return self._modules["module"](*args, **kwargs)  # type: ignore[misc]  # at once, without `__getattr__`
 
+    @like_modules
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own generate, with our cache. Raises ContextLimitError beyond `max_out_tokens`."""
         if not hasattr(self.module, "generate"):

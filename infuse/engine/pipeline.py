@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -16,6 +17,7 @@ from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
 from infuse.engine.model import InferenceEngine, Prepared, check_weights, placed, planned, prepared, tell
+from infuse.engine.module_method import like_modules
 from infuse.engine.named import NamedAsHeld
 from infuse.errors import ConfigError, NotAvailable
 from infuse.inputs.component import is_component
@@ -130,11 +132,14 @@ class PipelineEngine(NamedAsHeld):
         self._name_as(pipe)
         tell({name: (component.decided, engines[name].plan) for name, component in ready.items()})
 
+    @like_modules
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's own call."""
         return self.pipeline(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__signature__":  # `inspect.signature` asks an object for it that is called
+            return inspect.signature(self.__call__)
         if name.startswith("__") or "pipeline" not in vars(self):
             raise AttributeError(name)
         return getattr(self.pipeline, name)

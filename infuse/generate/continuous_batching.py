@@ -7,13 +7,14 @@ single rank, and layers that can read a paged cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from infuse.errors import ContextLimitError, NotAvailable, UnsupportedCall
+from infuse.instance_method import InstanceMethod
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import calls_by_name
 from infuse.questions import attribute
@@ -25,8 +26,8 @@ _HOOK = "infuse_"  # prefix of our attention functions' names (layers/hook.py)
 def install_continuous(module: nn.Module) -> None:
     """Install `generate_batch` and `init_continuous_batching` on `module`, if its class has transformers' own."""
     if hasattr(type(module), "init_continuous_batching"):
-        module.init_continuous_batching = partial(init_continuous_batching, module)  # type: ignore[assignment]
-        module.generate_batch = partial(generate_batch, module)  # type: ignore[assignment]
+        for name, method in zip(NAMES, (generate_batch, init_continuous_batching), strict=True):
+            setattr(module, name, InstanceMethod(method, module, name))
 
 
 def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
@@ -73,16 +74,14 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     if ours:
         manager._original_attn_impl = before  # the manager restores it when it stops
     if limit_tokens is not None:
-        manager.add_request = partial(_add_request, limit_tokens, type(manager).add_request, manager)
+        manager.add_request = InstanceMethod(partial(_add_request, limit_tokens), manager, "add_request")
     return manager
 
 
-def _add_request(
-    limit_tokens: int, add: Callable, manager: Any, input_ids: Sequence[int], *args: Any, **kwargs: Any
-) -> Any:
+def _add_request(limit_tokens: int, manager: Any, input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     new = kwargs.get("max_new_tokens", args[1] if len(args) > 1 else None)
     _check(limit_tokens, input_ids, manager.generation_config.max_new_tokens if new is None else new)
-    return add(manager, input_ids, *args, **kwargs)
+    return type(manager).add_request(manager, input_ids, *args, **kwargs)
 
 
 def _check(limit_tokens: int | None, ids: Sequence[int], new: int | None) -> None:

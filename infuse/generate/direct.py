@@ -187,7 +187,7 @@ class DirectStep:
         As many as take about 30 ms, after which a signal is heard. None, with nothing changed, if steps give no
         logits, if these are capped, which makes some of the largest equal, or if the model has to be called.
         """
-        if self._around.cap or not self._goes_on():
+        if self._around.cap or not self._answer.gives_tokens or not self._goes_on():
             return None
         cos_sin, turned = self._cos_sin(ids_BT)
         before_window = self.end_tokens - 1 - self._answer.length

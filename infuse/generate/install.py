@@ -40,6 +40,7 @@ from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
+from infuse.instance_method import InstanceMethod
 from infuse.layers.block import Block
 from infuse.layers.cache import OF_NOTHING, KVCache, counting_states, first_counts, tokens_in
 from infuse.layers.experts import Experts
@@ -147,12 +148,11 @@ def install(
     module._infuse = installed  # type: ignore[assignment]
     # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
-        # Not a bound method, which would unpickle as the class's own.
-        module.generate = partial(generate, module)  # type: ignore[assignment]
+        module.generate = InstanceMethod(generate, module, "generate")  # type: ignore[assignment]
         if caches and attribute(module, _STATEFUL):
             setattr(module, _STATEFUL, False)
     elif is_pair(module) and (direct is not None or buckets is not None) and _passes_on(type(module)):
-        module.generate = partial(_generate_own, module)  # type: ignore[assignment]
+        module.generate = InstanceMethod(_generate_own, module, "generate")  # type: ignore[assignment]
     if caches:
         install_pair(module)
     install_continuous(module)

@@ -110,7 +110,7 @@ def _trained_tokens(rotary: Any) -> int | None:
     return min([most_tokens, *(number for number in named if number)])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode(
     model: Any,
     input_ids: Tensor,
@@ -153,16 +153,16 @@ def decode(
         answer.append(tokens)
         columns += tokens.shape[1]
         if streamer is not None:
-            streamer.put(ordinary(tokens.view(-1)).cpu())
+            streamer.put(tokens.view(-1).clone().cpu())
         done = limit_tokens is not None and columns >= limit_tokens
         for criterion in asked:
             unfinished = unfinished & ~criterion(ids(), None)
-        if ends and not ends.isdisjoint(row := tokens[:, -1].tolist()):
+        if ends and not ends.isdisjoint(row := [each[-1] for each in tokens.tolist()]):
             unfinished = unfinished & torch.tensor([token not in ends for token in row], device=unfinished.device)
             all_run = False
         if done or (not all_run and not bool(unfinished.any())):
             break
-        last = (ids() if asked else tokens)[:, -1:].contiguous()  # criteria may have written into the ids
+        last = _last(ids() if asked else tokens)  # criteria may have written into the ids
         if steps.follows:
             steps.follow(last, columns)
         else:
@@ -170,12 +170,17 @@ def decode(
     if streamer is not None:
         streamer.end()
     assert columns > prompt_tokens
-    return ordinary(ids())
+    return ids()
 
 
 def _ends_rows(criterion: Any) -> bool:
     """Whether the criterion lets rows of a batch end one by one."""
     return isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id")
+
+
+def _last(tokens_BT: Tensor) -> Tensor:
+    """The last token of each row, [B, 1]."""
+    return tokens_BT if tokens_BT.shape[1] == 1 else tokens_BT[:, -1:].contiguous()
 
 
 def _chosen(steps: Steps, processed: Processed, ids: Callable[[], Tensor], samples: bool) -> Tensor:
@@ -184,14 +189,8 @@ def _chosen(steps: Steps, processed: Processed, ids: Callable[[], Tensor], sampl
     if processed:
         scores = processed(ids(), scores)
     if samples:
-        return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)
     return scores.argmax(dim=-1, keepdim=True)
-
-
-@torch.inference_mode(False)
-def ordinary(tensor: Tensor) -> Tensor:
-    """Clone to a normal tensor, without the restrictions of inference tensors."""
-    return tensor.clone()
 
 
 class Steps:
@@ -230,7 +229,7 @@ class Steps:
 
     def scores(self, copy: bool) -> Tensor:
         """Run the step and return the next token's float32 scores [B, vocabulary]; `copy`: they may be changed."""
-        return self.logits()[:, -1].to(dtype=torch.float32, copy=copy)
+        return self.logits().select(1, -1).to(dtype=torch.float32, copy=copy)
 
     def logits(self, tokens: int = 1) -> Tensor:
         """Run the step and return logits of at least its last `tokens`, [B, tokens or more, vocabulary]."""
@@ -265,7 +264,7 @@ class Steps:
             tokens = self._step.tokens(self.inputs[self._ids], count, ends)
             if tokens is not None:
                 return tokens
-        return likeliest(self.logits())[:, None]
+        return likeliest(self.logits()).unsqueeze(1)
 
     def _run_first_parts(self) -> None:
         """Run all parts of a long prompt but the last, which becomes the step's input."""

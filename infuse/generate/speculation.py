@@ -18,11 +18,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from infuse.cache_names import cache_in
 from infuse.generate.candidates import keep_schedule, make_generator, most_candidates
 from infuse.generate.choose import Processed, ends_of
-from infuse.generate.loop import CACHE_NAME, Steps, ordinary
+from infuse.generate.loop import CACHE_NAME, Steps
 from infuse.parallel.group import LOCAL, Group
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def speculate(
     model: Any,
     input_ids: Tensor,
@@ -182,9 +182,9 @@ class _Search:
         else:
             self._dropped = 0
         if self._config.return_dict_in_generate and self._config.output_scores:
-            self._scores += map(ordinary, self._rows[:count])
+            self._scores += [row.clone() for row in self._rows[:count]]
         if self._config.return_dict_in_generate and self._raw_BNV is not None:
-            self._logits += (ordinary(self._raw_BNV[:, n]) for n in range(count))
+            self._logits += [self._raw_BNV[:, n].clone() for n in range(count)]
         return tokens[:count], done
 
     def _scores_until(self, count: int) -> tuple[Tensor, ...] | None:
@@ -197,8 +197,8 @@ class _Search:
         config = self._config
         self._cache.snapshot()  # states before it are not kept any longer
         if not config.return_dict_in_generate:
-            return ordinary(self.ids)
-        made: dict[str, Any] = {"sequences": ordinary(self.ids), CACHE_NAME: self._cache}
+            return self.ids.clone()
+        made: dict[str, Any] = {"sequences": self.ids.clone(), CACHE_NAME: self._cache}
         if config.output_scores:
             made["scores"] = tuple(self._scores)
         if config.output_logits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable
 from types import CodeType, MethodType
@@ -20,21 +19,25 @@ from infuse.graphs.capture import Backend
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.graphs.runner import GraphRunner, Places
 from infuse.graphs.signature import Unsupported, rebuilt, signature
+from infuse.instance_method import InstanceMethod, unbound
 from infuse.layers.cache import pair_of
 from infuse.layers.gradient import refusing
 from infuse.layers.linear import has_global_hooks
 from infuse.parallel.group import Group
 
 
-class Forward:
-    """A callable with the signature of `module.forward`. Copied and pickled with the module, but without the graphs.
+class Forward(InstanceMethod):
+    """Looks like `module.forward`. Copied and pickled with the module, but without the graphs.
 
     `own` is the forward that was set on the instance before; None: the class's. Without `backend` nothing is
     captured. `run` is the forward without graphs.
     """
 
+    __slots__ = ("_backend", "_hooks", "_is_users", "_judged", "_module", "_places", "graphs", "own")
+
     def __init__(self, module: nn.Module, forward: Callable | None, backend: Backend | None):
-        self._module, self.own, self._backend = module, forward, backend
+        super().__init__(type(module).forward, module, "forward")
+        self._module, self.own, self._backend = module, forward, backend  # torch.compile reads no `__self__`
         self._places = Places(module)
         self.graphs = None if backend is None else GraphRunner(self._run, backend, state=self._state)
         self._judged: Callable | None = None  # the class's forward that `_is_users` describes
@@ -69,8 +72,8 @@ class Forward:
         return self._is_users or has_global_hooks() or (any(self._hooks) and are_users(self._hooks))
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.run)
+    def replaced(self) -> Callable[..., Any]:
+        return super().replaced if self.own is None else unbound(self.own)
 
     @property
     def __code__(self) -> CodeType:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from infuse.errors import UnsupportedCall
+from infuse.instance_method import InstanceMethod
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import Linear, Quantized
 from infuse.layers.replaced import WasReplaced
@@ -24,7 +25,7 @@ def answer_for_replaced(module: nn.Module) -> None:
     table before they change anything. tie_weights ties what is still there by its name: the rest was tied when it was
     replaced. num_parameters counts quantized weights.
     """
-    module.get_submodule = partial(_get_submodule, module)  # type: ignore[method-assign]
+    module.get_submodule = InstanceMethod(_get_submodule, module, "get_submodule")  # type: ignore[method-assign]
     model: Any
     for model in module.modules():
         if hasattr(model, "resize_token_embeddings"):
@@ -32,7 +33,7 @@ def answer_for_replaced(module: nn.Module) -> None:
         if hasattr(type(model), "get_expanded_tied_weights_keys") and "all_tied_weights_keys" in vars(model):
             _keep_ties(model)
         if hasattr(type(model), "num_parameters") and any(isinstance(each, Quantized) for each in model.modules()):
-            model.num_parameters = partial(_num_parameters, model)
+            model.num_parameters = InstanceMethod(_num_parameters, model, "num_parameters")
 
 
 def _get_submodule(module: nn.Module, target: str) -> nn.Module:
@@ -57,11 +58,13 @@ def _fix_vocabulary(model: Any) -> None:
     if any(isinstance(end, (RankEmbedding, Linear)) and end._combine is not None for end in ends):
         why.append("split over ranks")
     if why:
-        model.resize_token_embeddings = partial(_refuse_resizing, ends[0], why[0])
+        refuse = partial(_refuse_resizing, why[0])
+        model.resize_token_embeddings = InstanceMethod(refuse, model, "resize_token_embeddings")
 
 
-def _refuse_resizing(table: Any, why: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+def _refuse_resizing(why: str, model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
     """Replace resize_token_embeddings of a model with a fixed vocabulary: accept only the current size."""
+    table = model.get_input_embeddings()
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
     raise UnsupportedCall(
@@ -78,7 +81,7 @@ def _keep_ties(model: Any) -> None:
     there = _ties(model)
     if there != model.all_tied_weights_keys:
         model.all_tied_weights_keys = there
-        model.get_expanded_tied_weights_keys = partial(_tied_keys, model)
+        model.get_expanded_tied_weights_keys = InstanceMethod(_tied_keys, model, "get_expanded_tied_weights_keys")
 
 
 def _tied_keys(model: Any, all_submodels: bool = False) -> dict[str, str]:

@@ -443,8 +443,9 @@ class KVSlot(Slot, DynamicLayer):  # type: ignore[misc, override]
     def _select(self, rows: Tensor) -> None:
         if self.key_storage is not None and self.value_storage is not None:
             rows = rows.to(self.key_storage.device)
-            self.key_storage = self.key_storage.index_select(0, rows)
-            self.value_storage = self.value_storage.index_select(0, rows)
+            with torch.inference_mode(False), torch.no_grad():  # as in `_grow`
+                self.key_storage = self.key_storage.index_select(0, rows)
+                self.value_storage = self.value_storage.index_select(0, rows)
         if self.row_lengths is not None:
             self.row_lengths = self.row_lengths.index_select(0, rows.to(self.row_lengths.device))
 

@@ -280,6 +280,7 @@ class Answer:
         mask: Tensor | None,
     ):  # fmt: skip
         self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
+        self.gives_tokens = self.takes_ids and self.gives_logits
         self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
         self._read, self._states_mask = states, None if states is None else states.mask
         self._mask = mask
@@ -305,10 +306,8 @@ class Answer:
     def tokens(self, ids_B1: Tensor, cos_sin: CosSin, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
 
-        None if a step gives no logits, or if the model has to be called.
+        None if the model has to be called. Only where it `gives_tokens`.
         """
-        if not (self.takes_ids and self.gives_logits):
-            return None
         native = self._with_room()
         # A step that finds no room has already overwritten the states before its first attention.
         count = int(min(count, self._room_tokens - self.length))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from infuse.authors import is_librarys
 from infuse.cache_names import cache_in
 from infuse.generate.loop import CACHE_NAME
+from infuse.instance_method import InstanceMethod
 from infuse.layers.cache import KVCache
 from infuse.layers.states_slot import StatesCache
 from infuse.questions import attribute, returned
@@ -34,7 +34,7 @@ class PairCache(EncoderDecoderCache):
 def install_pair(module: nn.Module) -> None:
     """Let all ways of transformers' `generate` begin with our cache, also those that a model's class adds (Whisper)."""
     if is_pair(module) and is_librarys(getattr(type(module), PREPARES, None)):
-        setattr(module, PREPARES, partial(prepare_cache, module))
+        setattr(module, PREPARES, InstanceMethod(prepare_cache, module, PREPARES))
 
 
 def is_pair(module: Any) -> bool:

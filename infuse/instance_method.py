@@ -1,0 +1,110 @@
+"""InstanceMethod: what an instance has in place of a method of its class, with the signature and names of that method.
+
+Libraries filter keywords by a method's signature, wrap it under its name and docstring, or bind its function anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import update_wrapper, wraps
+from types import MethodType
+from typing import Any
+
+
+class InstanceMethod:
+    """Calls function(instance, ...), and looks like the bound method `name` of the instance's class.
+
+    It is none itself: a bound method is pickled by its name, and would come back as the class's own. A copy of the
+    instance gets a method that is bound to the copy.
+    """
+
+    __slots__ = ("__self__", "__weakref__", "_bound", "_function", "_name", "_replaced")
+
+    def __init__(self, function: Callable[..., Any], instance: Any, name: str):
+        self.__self__, self._function, self._name = instance, function, name
+        self._bound: Callable[..., Any] | None = None  # `__func__`,
+        self._replaced: Any = None  # and the function whose place it takes
+
+    def __init_subclass__(cls) -> None:
+        # Instances read that of the function, not of their class.
+        cls.__doc__ = InstanceMethod.__dict__["__doc__"]  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self.__self__, *args, **kwargs)
+
+    @property
+    def replaced(self) -> Callable[..., Any]:
+        """The function, not bound to the instance, whose place this method takes."""
+        return getattr(type(self.__self__), self._name)
+
+    @property
+    def __func__(self) -> Any:
+        """This method as a function of an instance: of this one, of another with a method like it, or of any other,
+        for which it is the function that this method replaces.
+        """
+        replaced = self.replaced
+        if self._bound is None or self._replaced is not replaced:
+            self._bound, self._replaced = _function_of(self, replaced), replaced
+        return self._bound
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for `inspect.ismethod`, by which `inspect.signature` reads `__func__`
+        return MethodType
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__func__.__doc__
+
+    def __getattr__(self, name: str) -> Any:
+        """Read `__name__`, `__code__` and the like of the replaced function, as a bound method does of its own."""
+        if name == "__wrapped__":
+            return self.__func__.__wrapped__
+        if name.startswith("__") and name != "__func__":
+            return getattr(self.replaced, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        alike = type(other) is type(self) and other.__self__ is self.__self__  # type: ignore[attr-defined]
+        return alike and other._name == self._name  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((id(self.__self__), self._name))
+
+    def __repr__(self) -> str:
+        return f"<bound method {self.__func__.__qualname__} of {self.__self__!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._function, self.__self__, self._name)
+
+
+def unbound(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a bound method. Of any other callable, a function that ignores its first argument."""
+    if inspect.ismethod(method):
+        return method.__func__
+
+    @wraps(method)
+    def function(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    signature = inspect.signature(method)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[first, *signature.parameters.values()]
+    )
+    return function
+
+
+def _function_of(method: InstanceMethod, replaced: Callable[..., Any]) -> Callable[..., Any]:
+    def function(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self is method.__self__:
+            return method(*args, **kwargs)
+        own = getattr(self, method._name, None)
+        if isinstance(own, InstanceMethod) and own.__self__ is self:
+            return own(*args, **kwargs)
+        return replaced(self, *args, **kwargs)
+
+    update_wrapper(function, replaced)
+    # As the replaced method has it: without its decorators, of which one may turn gradients off.
+    function.__wrapped__ = getattr(replaced, "__wrapped__", replaced)  # type: ignore[attr-defined]
+    return function
