@@ -201,8 +201,9 @@ def test_arguments_that_a_layer_looks_at_are_not_left_out() -> None:
     layer = engine.module.layers[0]
     x = torch.randn(2, 5, layer.shape.parts["mlp"].hidden)
     assert layer(x, interpolate_pos_encoding=True, resolution=(3, 4)) is not None
-    with pytest.raises(infuse.UnsupportedCall, match="relative"):
-        layer(x, relative_bias=x)
+    assert torch.equal(layer(x, relative_bias=x), layer(x))  # which nothing reads
+    with pytest.raises(infuse.UnsupportedCall, match="position_bias"):  # which attention functions read
+        layer(x, position_bias=x)
 
 
 @pytest.mark.parametrize("value", [None, True])
