@@ -16,6 +16,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.named_attention import attribute
+from infuse.layers.recurrence_slot import ForeignStates, StateSlot
 from infuse.layers.slot import Filler
 from infuse.layers.states_slot import MadeSlot
 
@@ -82,6 +83,28 @@ class Mixer(InferenceModule, Generic[Shape]):
                     f"a KVCache with rows of different lengths was passed, and the config names {named}, which does "
                     'not know them: call model.set_attn_implementation("sdpa"), or pass a padded batch with its mask'
                 )
+
+    def states(self, inputs: Inputs) -> StateSlot | ForeignStates | None:
+        """Return the recurrent states in the cache; None without a cache.
+
+        UnsupportedCall for a cache that holds keys and values for this layer.
+        """
+        cache = inputs.cache
+        if cache is None:
+            return None
+        if isinstance(cache, KVCache):
+            return self.states_in(cache, self.index)
+        layer = cache.layers[self.index] if self.index < len(cache.layers) else None
+        if not hasattr(layer, "recurrent_states"):
+            raise UnsupportedCall(
+                f"past_key_values: layer {self.index} of this {type(cache).__name__} is a {type(layer).__name__} and "
+                "holds no state of a recurrence; leave the cache to generate(), or make it with config=model.config"
+            )
+        return ForeignStates(layer)
+
+    def states_in(self, cache: KVCache, index: int) -> StateSlot:
+        """The slot of the states of layer `index` in our cache."""
+        return cache.slot_of(index, self._name, StateSlot) if self.shape.beside else cache.slot(index, StateSlot)
 
     def made_once(
         self, inputs: Inputs, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]

@@ -120,27 +120,8 @@ class Recurrent(Mixer[Shape], NativeMixer):
         states = slot.begin(x_BTC.shape[0], x_BTC.shape[1], self.filler)
         return slot, self._as_other(states) if isinstance(slot, ForeignStates) else states
 
-    def states(self, inputs: Inputs) -> StateSlot | ForeignStates | None:
-        """Return the recurrent states in the cache; None without a cache.
-
-        UnsupportedCall for a cache that holds keys and values for this layer.
-        """
-        cache = inputs.cache
-        if cache is None:
-            return None
-        if isinstance(cache, KVCache):
-            return self.states_in(cache, self.index)
-        layer = cache.layers[self.index] if self.index < len(cache.layers) else None
-        if not hasattr(layer, "recurrent_states"):
-            raise UnsupportedCall(
-                f"past_key_values: layer {self.index} of this {type(cache).__name__} is a {type(layer).__name__} and "
-                "holds no state of a recurrence; leave the cache to generate(), or make it with config=model.config"
-            )
-        return ForeignStates(layer)
-
     def states_in(self, cache: KVCache, index: int) -> StateSlot:
-        """The slot of the states of layer `index` in our cache."""
-        slot = cache.slot_of(index, self._name, StateSlot) if self.shape.beside else cache.slot(index, StateSlot)
+        slot = super().states_in(cache, index)
         if slot.turns is not self.turns_state:
             slot.turn(self.turns_state, self.conv.dtype)
         return slot
