@@ -14,6 +14,7 @@ from torch._dynamo.source import ConstantSource  # transformers' models import i
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, statically_known_true
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.functions import FloorDiv
 
 from infuse.reading.graph import LayerGraph, Size, is_in_layer, op_name, values_in
 
@@ -90,9 +91,21 @@ def as_values(graph: LayerGraph) -> str:
         if op_name(node) != "arange" and any(isinstance(value, Size) for value in values_in(node)):
             return f"computes with a size: {at}"
         sizes = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Size)]
-        if steps := [size for size in sizes if not sympy.sympify(size.expression).is_polynomial()]:
+        if steps := [size for size in sizes if not _divided(sympy.sympify(size.expression)).is_polynomial()]:
             return f"has a branch on a size: {at} takes {steps[0]}"
     return ""
+
+
+def _divided(expression: sympy.Expr) -> sympy.Expr:
+    """An expression whose divisions without remainder are carried out, as of the size that a -1 in `reshape` stands for."""
+    return expression.replace(FloorDiv, lambda number, divisor: _exact(number, divisor) or FloorDiv(number, divisor))
+
+
+def _exact(number: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
+    quotient = sympy.cancel(number / divisor)
+    if not quotient.is_polynomial() or not quotient.free_symbols:
+        return quotient if quotient.is_integer else None
+    return quotient if sympy.Poly(quotient, *quotient.free_symbols).domain.is_ZZ else None
 
 
 def resized(like: Tensor, sizes: Mapping[int, Mapping[int, Any]]) -> Tensor:
