@@ -97,7 +97,7 @@ def as_values(graph: LayerGraph) -> str:
 
 
 def _divided(expression: sympy.Expr) -> sympy.Expr:
-    """An expression whose divisions without remainder are carried out, as of the size that a -1 in `reshape` stands for."""
+    """Carry out divisions without remainder, as of the size that a -1 in `reshape` stands for."""
     return expression.replace(FloorDiv, lambda number, divisor: _exact(number, divisor) or FloorDiv(number, divisor))
 
 
