@@ -80,13 +80,13 @@ class Device:
         return torch.bfloat16 if self.bfloat16_in_hardware else torch.float32
 
 
-@cache
 def device_of(*modules: nn.Module) -> torch.device:
     """The device of the first parameter of these modules, or else of the first buffer; the CPU without either."""
     tensors = (kind(module) for kind in (nn.Module.parameters, nn.Module.buffers) for module in modules)
     return next((tensor.device for tensor in chain.from_iterable(tensors)), torch.device("cpu"))
 
 
+@cache
 def cpu_features() -> tuple[str, ...]:
     """The instruction sets of this CPU that kernels use; empty if unknown."""
     try:
