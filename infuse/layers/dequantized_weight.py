@@ -64,8 +64,7 @@ class DequantizedWeight(Tensor):
             return array
         if func in _OF_VALUES:
             return func(*tree_map_only(DequantizedWeight, _computed, tuple(args)), **given)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **given)
+        return torch._C._disabled_torch_function_impl(func, types, tuple(args), dict(given))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -127,7 +126,7 @@ def _nothing() -> None:
 
 def _viewed(like: Tensor, values: Callable[[], Tensor], what: str) -> DequantizedWeight:
     """One with the sizes and strides of `like`."""
-    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+    with torch.inference_mode(False):
         made = Tensor._make_wrapper_subclass(
             DequantizedWeight, like.size(), like.stride(), like.storage_offset(), dtype=like.dtype, device=like.device
         )

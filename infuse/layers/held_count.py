@@ -44,17 +44,21 @@ class HeldCount(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        # Not `with DisableTorchFunctionSubclass()`: an interrupt as it begins would leave subclasses off for good.
+        return torch._C._disabled_torch_function_impl(cls._answered, types, (function, args, kwargs or {}), {})
+
+    @classmethod
+    def _answered(cls, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         first, *more = args or (None,)
-        with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(first, cls) and not kwargs:
-                if (decided := _decided(function, first, more)) is not None:
-                    return decided
-                if function in (Tensor.add, Tensor.add_) and [type(each) for each in more] == [int]:
-                    return cls.of(first.counted, first.least, first.most, first.offset + more[0])
-            name = getattr(function, "__name__", "")
-            if isinstance(first, cls) and name.endswith("_") and not name.endswith("__"):
-                args = (first.counted + first.offset, *more)
-            return function(*args, **(kwargs or {}))
+        if isinstance(first, cls) and not kwargs:
+            if (decided := _decided(function, first, more)) is not None:
+                return decided
+            if function in (Tensor.add, Tensor.add_) and [type(each) for each in more] == [int]:
+                return cls.of(first.counted, first.least, first.most, first.offset + more[0])
+        name = getattr(function, "__name__", "")
+        if isinstance(first, cls) and name.endswith("_") and not name.endswith("__"):
+            args = (first.counted + first.offset, *more)
+        return function(*args, **kwargs)
 
 
 class HeldCounts(TorchFunctionMode):
