@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 
@@ -12,7 +13,7 @@ class NamedAsHeld:
     """
 
     def _name_as(self, held: Any) -> None:
-        """Give this object a class of its own, named as the class of `held`. `isinstance` answers as before."""
+        """Give this object a class that is named as that of `held`. `isinstance` answers as before."""
         object.__setattr__(self, "__class__", _named(type(self), type(held).__name__))  # engines set others on `held`
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -22,6 +23,7 @@ class NamedAsHeld:
         return _empty, (kind.__base__, kind.__name__, *arguments), *state
 
 
+@cache  # so that engines of one kind of model, and their copies, are of one class
 def _named(kind: type, name: str) -> type:
     return type(
         name, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

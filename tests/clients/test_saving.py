@@ -120,7 +120,7 @@ def test_what_is_written_into_a_state_dict_reaches_the_model_and_its_version() -
     version = weight._version
     state["model.layers.0.self_attn.v_proj.weight"].mul_(2)
     assert weight._version == version + 1
-    changed = original("llama")
+    changed = BY_NAME["llama"].make()
     with torch.no_grad():
         changed.model.layers[0].self_attn.k_proj.weight.zero_()
         changed.model.layers[0].self_attn.v_proj.weight.mul_(2)

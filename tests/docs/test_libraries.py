@@ -48,6 +48,9 @@ class Same:
     def __init__(self, model: Any):
         self.module = model
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
