@@ -14,7 +14,8 @@ class NamedAsHeld:
 
     def _name_as(self, held: Any) -> None:
         """Give this object a class that is named as that of `held`. `isinstance` answers as before."""
-        object.__setattr__(self, "__class__", _named(type(self), type(held).__name__))  # engines set others on `held`
+        kind: Any = type(self)
+        object.__setattr__(self, "__class__", _named(kind, type(held).__name__))  # engines set others on `held`
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the class by what it is made from, since no module has it."""
