@@ -21,7 +21,7 @@ from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
 from infuse.layers.called_experts import CALLED
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
-from infuse.layers.linear import make_conv1d, make_linear
+from infuse.layers.linear import make_linear
 from infuse.layers.parts import make_part
 from infuse.layers.routed import Routed
 from infuse.parallel.group import Group
@@ -63,8 +63,8 @@ def rank_part(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
         combined = group.dense.adds(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
         format, ordered = formats.get(matrix.weight), matrix.weight in step.ordered
         owner, leaf = _place(root, matrix.target)
-        make: Any = make_conv1d if matrix.weight in turned else make_linear
-        made = make(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined, ordered=ordered)
+        sizes, is_turned = (matrix.inputs, matrix.outputs), matrix.weight in turned
+        made = make_linear(*sizes, matrix.bias, format, bodies, combined, ordered=ordered, transposed=is_turned)
         owner.add_module(leaf, made)
     for table in shape.tables:
         owner, leaf = _place(root, table.path)
@@ -100,8 +100,8 @@ def linear(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:
     assert isinstance(shape, LinearShape), step
     joined = group.dense.joins(shape.widths, step.path) if shape.widths else None
     format, ordered = step.formats.get("weight"), "weight" in step.ordered
-    make: Any = make_conv1d if shape.transposed else make_linear
-    return make(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined, ordered=ordered)
+    sizes, bodies = (shape.inputs, shape.outputs), dict(step.bodies)
+    return make_linear(*sizes, shape.bias, format, bodies, joined, ordered=ordered, transposed=shape.transposed)
 
 
 def experts(step: Step, dtype: torch.dtype, group: Group) -> nn.Module:

@@ -14,13 +14,13 @@ _MOST = 5  # names in a message
 
 
 def what_it_is(folder: Path) -> str | None:
-    """What a folder without a config.json is, and what to do, as the rest of a sentence; None if it is not known."""
+    """Say what a folder without a config.json is, and what to do, as the rest of a sentence; else None."""
     told = (kind(folder) for kind in _KINDS)
     return next((one for one in told if one), None)
 
 
 def adapter_alone(folder: Path) -> str | None:
-    """The same of a folder of a PEFT adapter without the weights of its base model, whether or not with a config."""
+    """Say it of a folder of a PEFT adapter without its base model's weights, with a config or without; else None."""
     weights = [path for pattern in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(pattern)]
     if not (folder / _ADAPTER).is_file() or any(not path.name.startswith("adapter_") for path in weights):
         return None
@@ -28,7 +28,7 @@ def adapter_alone(folder: Path) -> str | None:
 
 
 def component_of_diffusers(config: Path) -> str | None:
-    """What a folder with this config.json is, if it holds a part of a pipeline that is no model of transformers."""
+    """Say it of a folder with this config.json that holds a part of a diffusers pipeline; else None."""
     told = _object(config)
     if "model_type" in told or "_class_name" not in told:
         return None
@@ -39,7 +39,7 @@ def component_of_diffusers(config: Path) -> str | None:
 
 
 def other_weights(folder: Path) -> str | None:
-    """The weights of a folder in forms that are not read, and what to do; None if there are none."""
+    """Name the weights of a folder in forms that are not read, and what to do; None if there are none."""
     found = [path.name for pattern in _FOREIGN_WEIGHTS for path in sorted(folder.glob(pattern))]
     if found:
         told = "load it with the library that wrote it, and save it as model.safetensors with save_pretrained"

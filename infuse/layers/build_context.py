@@ -11,7 +11,7 @@ from torch import nn
 from infuse.architectures.packing import Part
 from infuse.architectures.part import ROW, Matrix, named
 from infuse.layers.joined_linear import JoinedLinear
-from infuse.layers.linear import Linear, QuantizedLinear, make_linear
+from infuse.layers.linear import Linear, QuantizedLinear, TransposedLinear, make_linear
 from infuse.parallel.group import LOCAL, Combine, Group
 
 
@@ -56,4 +56,6 @@ class BuildContext:
     def _linear(self, outputs: int, matrix: Matrix, path: str, combine: Combine | None) -> Linear | QuantizedLinear:
         weight = named(path, "weight")
         format, ordered = self.formats.get(weight), weight in self.ordered
-        return make_linear(matrix.inputs, outputs, matrix.bias, format, self.bodies, combine, ordered=ordered)
+        made = make_linear(matrix.inputs, outputs, matrix.bias, format, self.bodies, combine, ordered=ordered)
+        assert not isinstance(made, TransposedLinear)  # which replaces a Conv1D on its own
+        return made

@@ -43,7 +43,7 @@ class HybridSlot(LinearLayer, KVSlot, LinearAttentionAndFullAttentionLayer):  # 
         return self.beside.is_croppable
 
     def lazy_initialization(self, *args: Any, **states: Any) -> None:
-        """Of keys and values by position, of states by name, as transformers' layers call it."""
+        """Store keys and values by position, states by name, as transformers' layers call it."""
         if args:
             super().lazy_initialization(*args)
         else:

@@ -100,31 +100,18 @@ def make_linear(
     combine: Combine | None = None,
     *,
     ordered: bool = False,
-) -> Linear | QuantizedLinear:
+    transposed: bool = False,
+) -> Linear | TransposedLinear | QuantizedLinear:
     """Make an empty linear layer in the quantization format `format`; None keeps the compute dtype.
 
     `inputs` and `outputs` are this rank's sizes. `combine` turns the rank's result into that of the whole layer.
-    `ordered`: the columns of its codes are in another order than the inputs.
+    `ordered`: the columns of its codes are in another order than the inputs. `transposed`: it replaces transformers'
+    Conv1D, whose weight callers read as [in, out].
     """
     if format is None:
-        return Linear(inputs, outputs, bias, bodies, combine)
-    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered)
-
-
-def make_conv1d(
-    inputs: int,
-    outputs: int,
-    bias: bool,
-    format: str | None,
-    bodies: Mapping[str, str],
-    combine: Combine | None = None,
-    *,
-    ordered: bool = False,
-) -> TransposedLinear | QuantizedLinear:
-    """As `make_linear`, in the place of transformers' Conv1D: callers read its weight as [in, out]."""
-    if format is None:
-        return TransposedLinear(inputs, outputs, bias, bodies, combine)
-    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered, transposed=True)
+        plain = TransposedLinear if transposed else Linear
+        return plain(inputs, outputs, bias, bodies, combine)
+    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine, ordered=ordered, transposed=transposed)
 
 
 class Quantized(InferenceModule):
@@ -304,7 +291,7 @@ class TransposedLinear(_PlainProduct):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            turned = value.detach().t().contiguous()
+            turned = value.detach().t()  # a view: later writes to the value count, too
             self._parameters[name] = nn.Parameter(turned, requires_grad=value.requires_grad)
         else:
             super().__setattr__(name, value)

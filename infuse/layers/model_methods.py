@@ -16,6 +16,7 @@ from infuse.instance_method import InstanceMethod
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import Linear, Quantized
 from infuse.layers.replaced import WasReplaced
+from infuse.questions import returned
 
 
 def answer_for_replaced(module: nn.Module) -> None:
@@ -50,10 +51,7 @@ def _get_submodule(module: nn.Module, target: str) -> nn.Module:
 
 
 def _fix_vocabulary(model: Any) -> None:
-    try:
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    except Exception:  # a model without tokens, or one that cannot say; resizing asks it the same
-        return
+    ends = (returned(model, "get_input_embeddings"), returned(model, "get_output_embeddings"))
     why = [f"quantized ({end.format})" for end in ends if isinstance(end, Quantized)]
     if any(isinstance(end, (RankEmbedding, Linear)) and end._combine is not None for end in ends):
         why.append("split over ranks")

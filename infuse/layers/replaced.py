@@ -1,4 +1,4 @@
-"""What stood in the place of one of our modules, for the error of code that asks for it."""
+"""WasReplaced: the error of code that asks for a module in whose place one of ours stands."""
 
 from __future__ import annotations
 

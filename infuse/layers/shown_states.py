@@ -9,6 +9,7 @@ last two axes the other way round, too. What these models get are views: they wr
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -44,14 +45,14 @@ class _Shown(dict):
 
 
 class LinearLayer:
-    """What transformers' LinearAttentionLayer has, over the states of a slot."""
+    """Gives a slot's states the attributes of transformers' LinearAttentionLayer."""
 
     number_of_states = 1
 
     @property
+    @abstractmethod
     def of_states(self) -> Any:
         """The StateSlot with the states."""
-        raise NotImplementedError
 
     @property
     def conv_states(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which keywords a layer takes and never reads, from the source of all that a call of it runs.
+"""Find the keywords that a layer takes and never reads, in the source of all that a call of it runs.
 
 A keyword reaches other functions under its own name: in `**kwargs`, or as `name=name`. It counts as read where a
 parameter of that name is used for anything else, or where a function looks it up in its `kwargs`. Where a function does
@@ -69,7 +69,7 @@ def _unread(cls: Any, inside: frozenset[_Class]) -> Unread:
 
 
 class _Reads:
-    """What a call of a layer may read that has modules of these classes `inside`.
+    """Find what a call of a layer may read that has modules of these classes `inside`.
 
     `found`: keywords, maybe with more than are read. `to_cache`: a cache gets all of them.
     """

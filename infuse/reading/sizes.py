@@ -58,9 +58,9 @@ class _Settled(SymNode):
     @staticmethod
     def of(node: SymNode) -> SymNode:
         if node.is_bool() and node.constant is None:
-            for answer, certain in ((True, node), (False, SymNode.sym_not(node))):
-                if statically_known_true(torch.SymBool(certain)):
-                    node = node.wrap_bool(answer)
+            answer = bool(node.hint)  # at the recorded sizes; no other can be certain
+            if statically_known_true(torch.SymBool(node if answer else SymNode.sym_not(node))):
+                node = node.wrap_bool(answer)
         node.__class__ = _Settled
         return node
 

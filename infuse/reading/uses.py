@@ -1,6 +1,4 @@
-"""What a function does with its keywords, from its source: which it uses or looks up in its `kwargs`, and to what it
-hands them.
-"""
+"""Read from a function's source which keywords it uses or looks up in its `kwargs`, and to what it hands them."""
 
 from __future__ import annotations
 
@@ -174,7 +172,7 @@ class Uses:
 
 @lru_cache(maxsize=2048)
 def uses_of(code: CodeType) -> Uses:
-    """What the function with this code does. Unclear without its source."""
+    """Read what the function with this code does; unclear without its source."""
     try:
         source = inspect.getsource(code)
         tree: Any = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
@@ -189,7 +187,7 @@ def uses_of(code: CodeType) -> Uses:
 
 
 class Scope:
-    """What names in a function stand for."""
+    """Finds what a name in a function stands for."""
 
     def __init__(self, function: FunctionType, uses: Uses):
         self.itself, self.bindings = uses.itself, uses.bindings

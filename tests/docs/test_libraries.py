@@ -49,6 +49,8 @@ class Same:
         self.module = model
 
     def __getattr__(self, name: str) -> Any:
+        if name == "module":  # while it is unpickled
+            raise AttributeError(name)
         return getattr(self.module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 import infuse
 from infuse.apply.adopt import adopt
 from infuse.layers.joined_linear import JoinedLinear
-from infuse.layers.linear import Quantized, TransposedLinear, make_conv1d, make_linear
+from infuse.layers.linear import Quantized, TransposedLinear, make_linear
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME, FAMILIES
 from tests.support.checkpoints import on_meta
@@ -246,7 +246,7 @@ def test_parameters_are_counted_as_the_originals(name: str, quant: str | None) -
 def test_a_conv1d_reads_as_one(format: str | None) -> None:
     """transformers' Conv1D, of GPT-2, has its weight as [in, out]; ours is held as [out, in]."""
     conv = Conv1D(48, 48)
-    made: Any = make_conv1d(48, 48, True, format, {})
+    made: Any = make_linear(48, 48, True, format, {}, transposed=True)
     adopt(made, conv)
     if format is None:
         made._parameters.update(weight=nn.Parameter(conv.weight.detach().t().contiguous(), False), bias=conv.bias)
@@ -260,8 +260,10 @@ def test_a_conv1d_reads_as_one(format: str | None) -> None:
     if format is None:
         assert isinstance(made, TransposedLinear) and isinstance(made, Conv1D)
         made.weight.data[3] = 0.0
-        made.weight = nn.Parameter(made.weight.detach() * 2)
+        given = nn.Parameter(made.weight.detach() * 2)
+        made.weight = given
+        given.data[5] = 0.0  # whoever gave it may go on writing to it
         twice = wanted * 2
-        twice[3] = 0.0
+        twice[3], twice[5] = 0.0, 0.0
         assert torch.equal(made.weight, twice)
         torch.testing.assert_close(made(HIDDEN), HIDDEN @ twice + conv.bias)
