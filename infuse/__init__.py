@@ -4,7 +4,7 @@ engine = infuse.init_inference(model, dtype=torch.bfloat16) engine(**inputs); en
 """
 
 from infuse.config.inference import InferenceConfig
-from infuse.engine import InferenceEngine, explain, init_inference, plan
+from infuse.engine import InferenceEngine, explain, inference, init_inference, plan, restore
 from infuse.errors import (
     CheckpointError,
     ConfigError,
@@ -24,5 +24,5 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError", "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError",
     "NotAvailable", "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "UnsupportedCall", "dequantized",
-    "explain", "init_inference", "plan",
+    "explain", "inference", "init_inference", "plan", "restore",
 ]  # fmt: skip

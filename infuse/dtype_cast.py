@@ -227,18 +227,12 @@ def _cast_to(model: nn.Module) -> list[str]:
     ]
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters permanently, except those of our own modules and those that stay in float32.
-
-    They keep `requires_grad`. If it were False, PyTorch's linear would copy the whole weight for a strided x (2 s for
-    an lm_head).
-    """
+def parameters_to_cast(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    """The parameters of another dtype, except those of our own modules and those that stay in float32."""
     ours = {id(p) for module in model.modules() if _is_ours(module) for p in module._parameters.values()}
     exact = kept_in_float32(model, dtype)
-    for name, parameter in model.named_parameters():
-        other = parameter.is_floating_point() and parameter.dtype != dtype
-        if other and name not in exact and id(parameter) not in ours:
-            parameter.data = parameter.data.to(dtype)
+    floating = ((name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.dtype != dtype)
+    return [parameter for name, parameter in floating if name not in exact and id(parameter) not in ours]
 
 
 def cast_buffers(

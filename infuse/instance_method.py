@@ -34,6 +34,11 @@ class InstanceMethod:
         return self._function(self.__self__, *args, **kwargs)
 
     @property
+    def function(self) -> Any:
+        """The function of the instance that a call runs."""
+        return self._function
+
+    @property
     def replaced(self) -> Callable[..., Any]:
         """The function, not bound to the instance, whose place this method takes."""
         return getattr(type(self.__self__), self._name)

@@ -18,11 +18,12 @@ from infuse import memory
 from infuse.apply.build import Builder
 from infuse.apply.kinds import work_of
 from infuse.apply.prove import Proofs, Verdict
+from infuse.apply.restore import BEFORE, Before
 from infuse.apply.swap import Swaps
 from infuse.apply.trial import Trial
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.config.inference import InferenceConfig
-from infuse.dtype_cast import cast_buffers, cast_parameters
+from infuse.dtype_cast import cast_buffers, parameters_to_cast
 from infuse.errors import InfuseError, in_brief
 from infuse.layers.mixer import Mixer
 from infuse.layers.slot import Filler
@@ -35,6 +36,7 @@ from infuse.plan.step import Step
 from infuse.proof.cases import Call
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.loader import LayerSource, Rehearsal
+from infuse.weights.skeleton import Tensors
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 
@@ -66,7 +68,8 @@ class Proven:
         model, source, dtype = self.model, self.source, self.plan.dtype
         sharing = Sharing(model, self.accepted)
         rehearsed = self._rehearse(sharing) if source.is_live else {}
-        swaps = Swaps(self.builder, self.accepted, sharing, self.modules, rehearsed)
+        before = Tensors(model)
+        swaps = Swaps(self.builder, self.accepted, sharing, self.modules, rehearsed, before)
         self.modules.clear()
         for done, step in enumerate(self.accepted):
             source.step()
@@ -80,11 +83,14 @@ class Proven:
                 progress(done + 1, len(self.accepted), "replacing")
         source.finish()
         if quantized_by(model) is None:
-            cast_parameters(model, dtype)
+            waiting = parameters_to_cast(model, dtype)
+            while waiting:  # none is held longer than its own cast takes
+                before.cast(waiting.pop(), dtype)
             cast_buffers(model, dtype, source.put)
         memory.off_files(chain(model.parameters(), model.buffers()))
         memory.collapse(chain(model.parameters(), model.buffers()))
         name_fillers(model, self.accepted)
+        source.put(vars(model), BEFORE, Before.of(model, before))
         verdict, after_bytes = self.verdict, parameter_bytes(model)
         return self.plan.executed(self.accepted, verdict.refused, verdict.instead, after_bytes, verdict.notes)
 

@@ -17,6 +17,7 @@ from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.unknown.install import places_of, put_part
 from infuse.weights.fill import moves
+from infuse.weights.skeleton import Tensors
 from infuse.weights.state import keep_names
 
 
@@ -24,7 +25,8 @@ class Swaps:
     """Swaps the modules of `steps` in the source's model. With `sharing`, layers that share weights also share the
     tensors made from them.
 
-    `rehearsed`: modules by path that were already built without values and are filled now.
+    `rehearsed`: modules by path that were already built without values and are filled now. `before`: the tensors of
+    the model before its first replacement; None in a rehearsal.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Swaps:
         sharing: Sharing,
         proven: Iterable[tuple[Step, nn.Module]] = (),
         rehearsed: Mapping[str, nn.Module] = MappingProxyType({}),
+        before: Tensors | None = None,
     ):
         self.made: dict[str, nn.Module] = {}  # whole modules and layers, by path
-        self._rehearsed = rehearsed
+        self._rehearsed, self._before = rehearsed, before
         self._builder, self._source, self._model = builder, builder.source, builder.source.model
         self._made = Made(sharing, proven)
         replaced = [self._model.get_submodule(step.path) for step in steps if step.shape is not None]
@@ -59,11 +62,8 @@ class Swaps:
     def replace(self, step: Step) -> None:
         """Replace the old module of `step` everywhere."""
         old = self._model.get_submodule(step.path)
-        parameters = dict(old.named_parameters())
-        for fill in step.fills:
-            if moves(fill) and fill.sources[0] in parameters:
-                dtype = torch.float32 if fill.exact else self._builder.dtype
-                self._source.hand_on(parameters[fill.sources[0]], dtype)
+        if self._before is not None and self._source.is_live:
+            self._cast_moved(step, old, self._before)
         if step.shares:
             new = self._builder.sharing(step, self._model.get_submodule(step.shares))  # it has been swapped in
         else:
@@ -78,6 +78,14 @@ class Swaps:
                 for method, refusal in merging_refused(owner, step.formats).items():
                     self._source.put(vars(owner), method, refusal)
 
+    def _cast_moved(self, step: Step, old: nn.Module, before: Tensors) -> None:
+        """Cast the parameters that the new module takes over, in all modules that share them."""
+        parameters = dict(old.named_parameters())
+        for fill in step.fills:
+            if moves(fill) and fill.sources[0] in parameters:
+                before.cast(parameters[fill.sources[0]], torch.float32 if fill.exact else self._builder.dtype)
+
     def _keep_names(self, step: Step, new: nn.Module, old: nn.Module) -> None:
-        dtype, bodies = self._builder.dtype, dict(step.bodies)
-        keep_names(new, old, step.path, step.fills, dtype=dtype, bodies=bodies, put=self._source.put)
+        dtype, bodies, put = self._builder.dtype, dict(step.bodies), self._source.put
+        before = None if new is old else self._before
+        keep_names(new, old, step.path, step.fills, dtype=dtype, bodies=bodies, put=put, before=before)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, overload
 
 import torch
 from torch import nn
 
 from infuse import interrupts
+from infuse.apply.restore import restore as put_back
 from infuse.config.inference import InferenceConfig
 from infuse.engine.model import InferenceEngine, check_model, planned, readings_of
-from infuse.engine.pipeline import PipelineEngine, PipelinePlan, is_pipeline, pipeline_plan
+from infuse.engine.pipeline import PipelineEngine, PipelinePlan, is_pipeline, models_of, pipeline_plan
 from infuse.errors import ConfigError
 from infuse.plan.plan import Plan
 
-__all__ = ["InferenceEngine", "PipelineEngine", "PipelinePlan", "explain", "init_inference", "plan"]
+__all__ = [
+    "InferenceEngine", "PipelineEngine", "PipelinePlan", "explain", "inference", "init_inference", "plan", "restore",
+]  # fmt: skip
 
 
 @overload
@@ -72,3 +76,34 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> Any:
         if is_pipeline(model):
             return PipelineEngine(model, config, **kwargs)
         return InferenceEngine(model, config, **kwargs)
+
+
+def restore(model: Any) -> Any:
+    """Put the original modules back into `model`, an engine, or a pipeline of diffusers, and return the model.
+
+    Modules and Parameters that someone holds, as an optimizer does, are the same objects again. Values are today's, and
+    exact where nothing was rounded. What was quantized or cast is dequantized or cast back, with a warning; Parameters
+    that someone holds keep their own values. Hooks, buffers, tied weights and the generation config stay as they are
+    now; training mode is as it was before. It takes the memory of the model and one layer. A model in which nothing was
+    replaced stays as it is. Raises UnsupportedCall, with nothing changed, where the originals cannot be had again: a
+    rank's part of a model, and linears of another library whose codes were taken.
+    """
+    if isinstance(model, (InferenceEngine, PipelineEngine)):
+        return model.restore()
+    for part in models_of(model).values() if is_pipeline(model) else (model,):
+        check_model(part)
+        put_back(part)
+    return model
+
+
+@contextmanager
+def inference(model: Any, config: Any = None, **kwargs: Any) -> Iterator[Any]:
+    """Call `init_inference` before the body, and `restore` after it: `with infuse.inference(model) as engine: ...`.
+
+    For answers between steps of training. The keywords, and the errors, are those of `init_inference`.
+    """
+    engine = init_inference(model, config, **kwargs)
+    try:
+        yield engine
+    finally:
+        engine.restore()

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from infuse import interrupts
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values, not_taken, take_codes
 from infuse.apply.load import planned as planned_load
+from infuse.apply.restore import BEFORE, remember, restore, training_paths
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
@@ -123,6 +123,7 @@ class InferenceEngine(NamedAsHeld, nn.Module):
         check_model(model)
         source, _, save_path = settings.checkpoint_files
         check_weights(model, from_checkpoint=source is not None)
+        training = training_paths(model)
         device = Device.of(settings.device or device_of(model))
         timeout_s = settings.tensor_parallel.timeout_s
         mesh, self.group = join(settings.ranks, device.torch_device, timeout_s)
@@ -146,18 +147,20 @@ class InferenceEngine(NamedAsHeld, nn.Module):
                     loaded = load(model, settings, device, mesh, self.group, progress)
                     decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
                 self._hold(model, settings, device)
+                remember(model, training, codes.library if isinstance(codes, CodesInModel) else "")
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
         tell({"": (decided, self.plan)})
 
     @classmethod
-    def of_component(cls, ready: Prepared, progress: Progress | None) -> InferenceEngine:
+    def of_component(cls, ready: Prepared, progress: Progress | None, training: frozenset[str]) -> InferenceEngine:
         """Carry out what was prepared for a pipeline's component. The pipeline logs the plans of all components."""
         engine = cls.__new__(cls)
         nn.Module.__init__(engine)
         engine.settings, engine.group = ready.settings, ready.group
         engine.plan = ready.proven.carry_out(progress)
         engine._hold(ready.proven.model, ready.settings, ready.device)
+        remember(ready.proven.model, training)
         return engine
 
     def _hold(self, model: nn.Module, settings: InferenceConfig, device: Device) -> None:
@@ -171,7 +174,7 @@ class InferenceEngine(NamedAsHeld, nn.Module):
         self.eval()  # keeps engine.training in sync with the model
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
-        self._handles = self._install(settings, device)
+        self._install(settings, device)
         install_changes(model, self.plan)
 
     def _get_name(self) -> str:
@@ -260,6 +263,14 @@ class InferenceEngine(NamedAsHeld, nn.Module):
         with interrupts.held_back():
             load_values(r_module, self.settings, self.plan.dtype, device_of(self.module))
 
+    def restore(self) -> nn.Module:
+        """Put the original modules back, as `infuse.restore`; the engine then calls the original model."""
+        if self._times is not None:
+            self._times.stop()
+            self._times = None
+        restore(self.module)
+        return self.module
+
     def destroy(self) -> None:
         """Free the memory even if the module is still referenced: it loses its weights, and calls raise InfuseError."""
         from infuse.generate.install import uninstall
@@ -267,22 +278,22 @@ class InferenceEngine(NamedAsHeld, nn.Module):
         if self._times is not None:
             self._times.stop()
             self._times = None
-        uninstall(self.module, self._handles)
-        self._handles = []
+        uninstall(self.module)
+        vars(self.module).pop(BEFORE, None)
         self.module.to("meta")
         for name in ("forward", "generate", "generate_batch", "init_continuous_batching"):
             if hasattr(self.module, name):
                 setattr(self.module, name, _after_destroy)
         self._profiles.clear()
 
-    def _install(self, settings: InferenceConfig, device: Device) -> list[RemovableHandle]:
-        """Put generate, the caps, graphs and checks on the module. Returns the handles of the hooks."""
+    def _install(self, settings: InferenceConfig, device: Device) -> None:
+        """Put generate, the caps, graphs and checks on the module."""
         from infuse.generate.install import install  # imports transformers' modelling, which takes seconds
 
         replaced = next((module for module in self.module.modules() if isinstance(module, InferenceModule)), None)
         if replaced is not None:
             replaced.warns_of_training = True
-        return install(
+        install(
             self.module,
             limit_tokens=None if is_component(self.module) else settings.max_out_tokens,
             min_new_tokens=settings.min_out_tokens,

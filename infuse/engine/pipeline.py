@@ -13,6 +13,7 @@ from torch import nn
 from infuse import interrupts
 from infuse.apply.apply import Progress
 from infuse.apply.images import with_equal_images
+from infuse.apply.restore import training_paths
 from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
@@ -119,6 +120,7 @@ class PipelineEngine(NamedAsHeld):
         _check(pipe, models, settings)
         for model in models.values():
             check_weights(model, from_checkpoint=False)
+        training = {name: training_paths(model) for name, model in models.items()}
         device = Device.of(settings.device or device_of(*models.values())).torch_device
         mesh, group = join(settings.ranks, device, settings.tensor_parallel.timeout_s)
         with progress_bars(settings.progress) as progress, interrupts.held_back():
@@ -126,7 +128,10 @@ class PipelineEngine(NamedAsHeld):
                 # a wrong key shows before any proof
                 plans = {name: planned(model, settings, mesh, in_pipeline=True) for name, model in models.items()}
                 ready, proof = _proven(pipe, models, plans, settings, group, mesh, progress)
-                engines = {name: InferenceEngine.of_component(component, progress) for name, component in ready.items()}
+                engines = {
+                    name: InferenceEngine.of_component(component, progress, training[name])
+                    for name, component in ready.items()
+                }
         self.pipeline, self.settings, self.engines, self.group = pipe, settings, engines, group
         self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()}, proof)
         self._name_as(pipe)
@@ -164,6 +169,12 @@ class PipelineEngine(NamedAsHeld):
         sizes = f"{self.plan.before_bytes / 1e6:,.1f} MB before, {self.plan.after_bytes / 1e6:,.1f} MB now"
         proof = f"proof: {self.plan.proof}\n" if self.plan.proof else ""
         return Report.of_several(reports, f"{proof}memory of all models: {sizes}")
+
+    def restore(self) -> Any:
+        """Put the original modules back into all models, as `infuse.restore`, and return the pipeline."""
+        for engine in self.engines.values():
+            engine.restore()
+        return self.pipeline
 
     def destroy(self) -> None:
         """Free the memory of all models; calls of the pipeline raise InfuseError."""

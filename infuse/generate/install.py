@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
@@ -120,18 +119,17 @@ def install(
     graphs: GraphUse | None = None,
     group: Group = LOCAL,
     kv_cache: str | None = None,
-) -> list[RemovableHandle]:
+) -> None:
     """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
-    Return the hooks' handles. `caches`: the blocks support our cache; `kv_cache` is its format. Pass `graphs` only if
-    the collectives of `group` can be captured. A previous installation on `module` is replaced; a cache format that
+    `caches`: the blocks support our cache; `kv_cache` is its format. Pass `graphs` only if the collectives of `group`
+    can be captured. A previous installation on `module` is replaced; a cache format that
     its layers were not proven with has no effect.
     """
     before: Installed | None = vars(module).get("_infuse")
     caches = caches and _holds_all_states(module)
     if before is not None:
-        _drop_hooks(module)
-        uninstall(module, [])
+        uninstall(module)
         if before.caches and not caches:
             caches, kv_cache = True, kv_cache if kv_cache == before.kv_cache else None
     buckets = None
@@ -157,27 +155,27 @@ def install(
         install_pair(module)
     install_continuous(module)
     answer_for_replaced(module)
-    handles = []
     if graphs is not None and graphs.forward and (place := _place_of_time_step(module)) is not None:
-        handles.append(module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True))
+        module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True)
     if device_of(module).type != "cpu":
-        handles.append(module.register_forward_pre_hook(_moved, with_kwargs=True))
+        module.register_forward_pre_hook(_moved, with_kwargs=True)
     if limit_tokens is not None:
-        handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
+        module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True)
     if group.size > 1:
-        handles.append(module.register_forward_pre_hook(partial(_begin_forward, group)))
-        handles.append(module.register_forward_pre_hook(partial(check_before_forward, group), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(_end_forward, group), always_call=True))
-    return handles
+        module.register_forward_pre_hook(partial(_begin_forward, group))
+        module.register_forward_pre_hook(partial(check_before_forward, group), with_kwargs=True)
+        module.register_forward_hook(partial(_end_forward, group), always_call=True)
 
 
 @interrupts.held_back()
-def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
-    """Remove everything that `install` has installed."""
-    for handle in handles:
-        handle.remove()
-    for name in ("_infuse", "generate", PREPARES, _STATEFUL, *NAMES):
+def uninstall(module: nn.Module) -> None:
+    """Remove everything that `install` has installed. A method that someone has put around ours stays."""
+    _drop_hooks(module)
+    for name in ("_infuse", _STATEFUL):
         vars(module).pop(name, None)
+    for name in ("generate", PREPARES, *NAMES):
+        if type(vars(module).get(name)) is InstanceMethod:
+            delattr(module, name)
     for part in module.modules():
         forward = vars(part).get("forward")
         if isinstance(forward, Forward):
@@ -193,6 +191,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raise ContextLimitError before any kernel runs if prompt and answer do not fit `max_out_tokens`, and OutOfMemory if
     they do not fit the device's memory.
     """
+    if "_infuse" not in vars(self):  # restored, and called by a function that was put around this one
+        return type(self).generate(self, *args, **kwargs)
     with self._infuse.group.call():
         return _generate(self, args, kwargs)
 
@@ -512,9 +512,6 @@ def _end_forward(group: Group, module: nn.Module, args: tuple, result: Any) -> N
     group.end_forward()
 
 
-_HOOKS = (_moved, _refuse_too_long, check_before_forward, _begin_forward, _end_forward)
-
-
 def _place_of_time_step(module: nn.Module) -> tuple[int, str] | None:
     """Return the position and name of a diffusers model's time step, which may be a number; None without one."""
     names = list(inspect.signature(type(module).forward).parameters)[1:] if is_component(module) else []
@@ -537,3 +534,6 @@ def _time_step_as_tensor(
     if position < len(args):
         return (*args[:position], tensor, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: tensor}
+
+
+_HOOKS = (_moved, _refuse_too_long, check_before_forward, _begin_forward, _end_forward, _time_step_as_tensor)

@@ -78,6 +78,13 @@ def install_hook(model: Any, body: str, put: Put) -> None:
     put(vars(model), "_infuse_attention", HookedAttention(body))
 
 
+def uninstall_hook(model: Any) -> None:
+    """Give attention back its own function, unless the config names another one by now."""
+    hooked = vars(model).pop("_infuse_attention", None)
+    if hooked is not None and vars(model.config).get(_NAME) == hook_name(hooked.body):
+        vars(model.config)[_NAME] = "sdpa"
+
+
 def hookable(model: nn.Module, replaced: Sequence[str]) -> dict[str, str | None]:
     """Paths of the models in `model`, itself included, whose attention uses sdpa → why it has to keep it, or None.
 

@@ -18,6 +18,9 @@ from infuse.layers.linear import Linear, Quantized
 from infuse.layers.replaced import WasReplaced
 from infuse.questions import returned
 
+_TIED_KEYS = "get_expanded_tied_weights_keys"
+_METHODS = ("get_submodule", "resize_token_embeddings", _TIED_KEYS, "num_parameters")
+
 
 def answer_for_replaced(module: nn.Module) -> None:
     """Install on `module` and the models inside of it what their classes' methods cannot do any more.
@@ -35,6 +38,18 @@ def answer_for_replaced(module: nn.Module) -> None:
             _keep_ties(model)
         if hasattr(type(model), "num_parameters") and any(isinstance(each, Quantized) for each in model.modules()):
             model.num_parameters = InstanceMethod(_num_parameters, model, "num_parameters")
+
+
+def forget_replaced(module: nn.Module) -> None:
+    """Take off what `answer_for_replaced` has installed."""
+    model: Any
+    for model in module.modules():
+        for name in _METHODS:
+            method = vars(model).get(name)
+            if type(method) is InstanceMethod:
+                delattr(model, name)
+                if name == _TIED_KEYS:
+                    model.all_tied_weights_keys = method.function.args[0]
 
 
 def _get_submodule(module: nn.Module, target: str) -> nn.Module:
@@ -78,12 +93,13 @@ def _keep_ties(model: Any) -> None:
     """
     there = _ties(model)
     if there != model.all_tied_weights_keys:
+        tied_keys = partial(_tied_keys, model.all_tied_weights_keys)
         model.all_tied_weights_keys = there
-        model.get_expanded_tied_weights_keys = InstanceMethod(_tied_keys, model, "get_expanded_tied_weights_keys")
+        setattr(model, _TIED_KEYS, InstanceMethod(tied_keys, model, _TIED_KEYS))
 
 
-def _tied_keys(model: Any, all_submodels: bool = False) -> dict[str, str]:
-    """Replace get_expanded_tied_weights_keys."""
+def _tied_keys(before: dict[str, str], model: Any, all_submodels: bool = False) -> dict[str, str]:
+    """Replace get_expanded_tied_weights_keys. `before`: what the model had."""
     if all_submodels:
         return type(model).get_expanded_tied_weights_keys(model, all_submodels=True)
     return _ties(model) if getattr(model.config, "tie_word_embeddings", False) else {}

@@ -47,6 +47,12 @@ def moves(fill: Fill) -> bool:
     return alone and plain and not fill.absent
 
 
+def merges_views(fill: Fill) -> bool:
+    """True if several sources are one below the other in the target, or stacked, each as a whole and as it is."""
+    whole = len(fill.sources) > 1 and fill.cut is None and not fill.rows and fill.packing is None
+    return whole and fill.format is None and not fill.transposed and fill.stacked is None and not fill.absent
+
+
 def is_there(fill: Fill, source: nn.Module) -> bool:
     """True if the fill's first source has its values: a table that the module computes, or a weight tied elsewhere.
 

@@ -67,10 +67,6 @@ class LayerSource:
     def finish(self) -> None:
         """Load all values that are still missing."""
 
-    def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Cast a parameter that a new module takes over to `dtype`, in place for all modules that share it."""
-        parameter.data = memory.copied(parameter.data, dtype)
-
     def running(self) -> AbstractContextManager[None]:
         """Context in which the model can run."""
         return nullcontext()
@@ -108,7 +104,7 @@ class LayerSource:
 
 
 class Rehearsal(LayerSource):
-    """Values of the live `model` for a dry run: closing `undo` reverts all changes, and parameters are not cast."""
+    """Values of the live `model` for a dry run: closing `undo` reverts all changes."""
 
     def __init__(self, model: nn.Module, undo: ExitStack):
         super().__init__(model)
@@ -116,9 +112,6 @@ class Rehearsal(LayerSource):
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         put(self._undo, mapping, key, value)
-
-    def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Do nothing: the module that takes over the parameter is discarded."""
 
 
 class CheckpointLoader(LayerSource):
@@ -197,9 +190,6 @@ class CheckpointLoader(LayerSource):
         inside = {id(module) for path in self._layers for module in self.model.get_submodule(path).modules()}
         rest = [key for key, spots in self._spots.items() if any(id(module) not in inside for module, _ in spots)]
         self._place(rest, progress)
-
-    def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Do nothing: parameters are already placed in the target dtype."""
 
     def step(self) -> None:
         interrupts.check()  # everything can still be restored

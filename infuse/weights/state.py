@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,11 +21,14 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
-from infuse.weights.fill import ORDER, filled, quantized, source_tensors
+from infuse.layers.gradient import InferenceModule
+from infuse.weights.fill import ORDER, filled, merges_views, moves, quantized, source_tensors
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
+from infuse.weights.skeleton import Skeleton, Tensors, Was
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
+_OF_THESE_TENSORS = ("_given", "_filled", "_inside")  # attributes that copies do without
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
 
 
@@ -35,7 +38,7 @@ class Original:
 
     `stored`: the names of each target in our module's own state dict; a quantized weight has several, codes first.
     `dequantized` is set while quantized weights may be saved in `dtype`. It maps the address of their codes to the
-    dequantized tensors, so that tied weights stay tied.
+    dequantized tensors, so that tied weights stay tied. `skeleton`: what is left of the replaced module.
     """
 
     path: str
@@ -45,13 +48,19 @@ class Original:
     dtype: torch.dtype
     bodies: Mapping[str, str]
     dequantized: WeakValueDictionary[int, Tensor] | None = None
+    skeleton: Skeleton | None = None
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, compare=False)
+    _requires_gradients: bool = field(default=False, init=False, compare=False)
+    _forwards: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    _inside: WeakValueDictionary[str, nn.Module] | None = field(default=None, init=False, compare=False)
+    _filled: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
     _given: WeakValueDictionary[str, Tensor] = field(default_factory=WeakValueDictionary, init=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_given"}
+        return {name: value for name, value in vars(self).items() if name not in _OF_THESE_TENSORS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _given=WeakValueDictionary())
+        vars(self).update(state, _given=WeakValueDictionary(), _filled={}, _inside=None)
 
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
         """State-dict hook: replace our tensors in `state` with the original's."""
@@ -69,6 +78,67 @@ class Original:
                     parts.setdefault(name, []).append((fill.rows[0].start, tensor.t() if fill.transposed else tensor))
                     made[name] = _joined(parts[name], transposed=fill.transposed)
         state.update({prefix + name: self._on_its_own(name, made[name]) for name in self.shapes if name in made})
+
+    def values(self, module: nn.Module) -> dict[str, Tensor]:
+        """Today's values of the original's tensors, by their names in it. Quantized ones are dequantized to float32."""
+        state = {name: tensor.detach() for name, tensor in placed(module).items()}
+        exact = replace(self, dtype=torch.float32, dequantized=WeakValueDictionary())
+        exact.save(module, state, "", None)
+        return {name: state[name] for name in self.shapes if name in state}
+
+    def share_memory(self, module: nn.Module) -> None:
+        """Let the Parameters that were merged use the memory of ours: whoever holds one then holds no second copy."""
+        assert self.skeleton is not None
+        for fill in filter(merges_views, self.fills):
+            place, leaf = place_of(module, fill.target)
+            target: Any = place._parameters.get(leaf)
+            views = {} if target is None or target.is_meta else source_tensors(fill, target.detach(), self.shapes)
+            for name, view in views.items():
+                was = self.skeleton.parameters.get(name)
+                parameter = None if was is None else was.alive
+                if parameter is not None and _can_share(parameter, view):
+                    parameter.data = self._on_its_own(name, view)
+
+    def is_filled(self, module: nn.Module) -> None:
+        """Remember the tensors of `module` as they are now, for `written`."""
+        self._requires_gradients = _require_gradients(module)
+        self._filled = {fill.target: self._versions(fill, module) for fill in self.fills}
+        parts = dict(module.named_modules())
+        self.attributes = {path: plain_attributes(part) for path, part in parts.items()}
+        self._forwards = {path: vars(part).get("forward") for path, part in parts.items()}
+        self._inside = WeakValueDictionary(parts)
+
+    def handed_on(self, module: nn.Module, before: Mapping[str, Was]) -> dict[str, nn.Parameter]:
+        """The original's Parameters that `module` has as they are, by their names in the original."""
+        found: dict[str, nn.Parameter] = {}
+        for fill in filter(moves, self.fills):
+            place, leaf = place_of(module, fill.target)
+            name, parameter = fill.sources[0], place._parameters.get(leaf)
+            if parameter is None or name not in before or parameter.shape != self.shapes[name]:
+                continue
+            if parameter.dtype == before[name].dtype:
+                found[name] = parameter
+        return found
+
+    def is_trained(self, module: nn.Module) -> bool | None:
+        """Whether the parameters of `module` require gradients, if that has been set since; None if not."""
+        now = _require_gradients(module)
+        return None if now == self._requires_gradients else now
+
+    def is_exchanged(self, path: str, part: nn.Module) -> bool:
+        """Whether `part`, at `path` inside of our module, is not the one that it was filled with, or as it was."""
+        other = self._inside is not None and self._inside.get(path) is not part
+        return other or vars(part).get("forward") is not self._forwards.get(path)
+
+    def written(self, module: nn.Module) -> set[str]:
+        """The original's tensors whose values in `module` have been written to since it was filled."""
+        changed = (fill for fill in self.fills if self._filled.get(fill.target) != self._versions(fill, module))
+        return {name for fill in changed for name in fill.sources}
+
+    def _versions(self, fill: Fill, module: nn.Module) -> list[tuple[int, int]]:
+        places = [place_of(module, name) for name in self.stored[fill.target]]
+        tensors = [place._parameters.get(leaf, place._buffers.get(leaf)) for place, leaf in places]
+        return [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
 
     def _on_its_own(self, name: str, tensor: Tensor) -> Tensor:
         """Give a piece of a merged matrix a storage of its own over the same memory.
@@ -171,6 +241,21 @@ class Original:
             )
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What is set on the module, besides what nn.Module and our own classes keep there."""
+    own = (name for name in vars(module) if not name.startswith("_") and not hasattr(InferenceModule, name))
+    return {name: vars(module)[name] for name in own}
+
+
+def _require_gradients(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _can_share(parameter: nn.Parameter, view: Tensor) -> bool:
+    alike = parameter.dtype == view.dtype and parameter.device == view.device
+    return alike and not parameter.is_shared() and type(parameter.data) is Tensor
+
+
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
     return alike and one.data_ptr() == other.data_ptr() and one.device == other.device
@@ -182,8 +267,12 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
     whole, begin = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     if whole.nbytes() == tensor.nbytes or not tensor.is_contiguous():
         return tensor
-    piece = tensor.new_empty(0) if tensor.is_inference() else tensor[:]
-    return piece.set_(whole[begin : begin + tensor.nbytes], 0, tensor.shape, tensor.stride())
+    own = whole[begin : begin + tensor.nbytes]
+    if tensor.is_inference():
+        return tensor.new_empty(0).set_(own, 0, tensor.shape, tensor.stride())
+    piece = tensor[:]
+    with torch.autograd._unsafe_preserve_version_counter(piece):  # nothing is written
+        return piece.set_(own, 0, tensor.shape, tensor.stride())
 
 
 def _joined(parts: list[tuple[int, Tensor]], *, transposed: bool) -> Tensor:
@@ -233,10 +322,12 @@ def keep_names(
     dtype: torch.dtype,
     bodies: Mapping[str, str],
     put: Put,
+    before: Tensors | None = None,
 ) -> None:
     """Make `new`, which replaces `old` at `path` and was filled by `fills`, save and load state dicts in `old`'s form.
 
-    Each hook is set by `put(mapping, key, value)`, so that the caller can undo it.
+    Each hook is set by `put(mapping, key, value)`, so that the caller can undo it. `before`: the tensors of the model,
+    for the way back.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
     saved = tuple(fill for fill in fills if all(name in shapes for name in fill.sources))
@@ -244,11 +335,28 @@ def keep_names(
     stored = {fill.target: _stored(fill, new) for fill in saved}
     shapes = {name: shape for name, shape in shapes.items() if name in sources}
     original = Original(path, saved, stored, shapes, dtype, bodies)
+    if before is not None:
+        original.skeleton = Skeleton(old, before, shapes)
+        original.share_memory(new)
     handle = new.register_load_state_dict_pre_hook(original.load)
     put(new._load_state_dict_pre_hooks, _KEY, new._load_state_dict_pre_hooks.pop(handle.id))
     put(new._state_dict_hooks, _KEY, original.save)
     # Ours runs first: the user's hooks expect the original's names.
     new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
+
+
+def originals_in(model: nn.Module) -> Iterator[tuple[nn.Module, Original]]:
+    """The modules of `model` that replaced others, each with what it replaced."""
+    for module in model.modules():
+        hook: Any = module._state_dict_hooks.get(_KEY)  # type: ignore[call-overload]
+        if hook is not None:
+            yield module, hook.__self__
+
+
+def forget_names(module: nn.Module) -> None:
+    """Take our hooks out of the dicts of hooks, which `module` shares with what it replaced."""
+    module._state_dict_hooks.pop(_KEY, None)  # type: ignore[call-overload]
+    module._load_state_dict_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload]
 
 
 @contextmanager
@@ -257,8 +365,7 @@ def dequantized(model: nn.Module) -> Iterator[None]:
 
     The values keep the rounding of the format. The whole state dict is in memory at once.
     """
-    hooks = [hook for module in model.modules() for key, hook in module._state_dict_hooks.items() if key == _KEY]
-    originals: list[Original] = [hook.__self__ for hook in hooks]  # type: ignore[attr-defined]
+    originals = [original for _, original in originals_in(model)]
     made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
     try:
         for original in originals:

@@ -382,7 +382,7 @@ def test_continuous_batching_is_refused_as_by_the_original(name: str) -> None:
 def test_whether_a_model_is_stateful_is_its_own_again() -> None:
     module: Any = infuse.init_inference(made("qwen3_5"), dtype="fp32", progress=False).module
     assert not module._is_stateful
-    uninstall(module, [])
+    uninstall(module)
     assert module._is_stateful
 
 

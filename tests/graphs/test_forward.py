@@ -112,7 +112,7 @@ def test_the_module_keeps_its_face() -> None:
         copied.classifier.bias.add_(1)
         assert_same(copied(**given).logits, original(**given).logits + 1)
         assert_same(model(**given), original(**given))
-    uninstall(model, engine._handles)
+    uninstall(model)
     assert "forward" not in vars(model) and "forward" in vars(copied)
 
 
@@ -138,7 +138,7 @@ def test_a_forward_that_was_put_on_the_module_is_kept() -> None:
             x = torch.randn(2, 64)
             assert torch.allclose(engine(x), exact(x) * 2, atol=1e-5)
     assert len(backend.captures) == 1
-    uninstall(model, engine._handles)
+    uninstall(model)
     assert vars(model)["forward"] is own
 
 

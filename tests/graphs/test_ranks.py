@@ -37,7 +37,7 @@ def graphed_ranks(
 ) -> Iterator[tuple[Any, FakeBackend]]:
     """The engine of this rank, its graphs recorded, sums over ranks by the stand-in for NCCL's."""
     engine = engine_of(name, dict(tie_word_embeddings=False), **keys)
-    uninstall(engine.module, engine._handles)
+    uninstall(engine.module)
     backend = FakeBackend()
     with pytest.MonkeyPatch.context() as monkey:
         fake_nccl.put_in(engine.group, backend, monkey)
@@ -47,9 +47,7 @@ def graphed_ranks(
         # Hooks stand for what goes wrong inside of layers, and would keep them from being captured.
         monkey.setattr("infuse.generate.install.users_hooks", lambda modules: False)
         use = GraphUse(backend, steps=steps, forward=forward)
-        engine._handles = install(
-            engine.module, limit_tokens=None, min_new_tokens=1, caches=True, graphs=use, group=engine.group
-        )
+        install(engine.module, limit_tokens=None, min_new_tokens=1, caches=True, graphs=use, group=engine.group)
         yield engine, backend
 
 

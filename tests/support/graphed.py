@@ -26,12 +26,10 @@ def graphed(
 ) -> tuple[Any, FakeBackend]:
     """`model` injected, its decode steps and, where asked for, its forward recorded by the backend that comes along."""
     engine = infuse.init_inference(model, dtype=dtype, max_out_tokens=limit_tokens, kv_cache=kv_cache)
-    uninstall(model, engine._handles)
+    uninstall(model)
     backend = backend or FakeBackend()
     graphs = GraphUse(backend, steps=True, forward=forward)
-    engine._handles = install(
-        model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs, kv_cache=kv_cache
-    )
+    install(model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs, kv_cache=kv_cache)
     return engine, backend
 
 

@@ -18,7 +18,7 @@ from tests.support.fake_graph import FakeBackend
 def graphed(model: Any, backend: FakeBackend) -> Any:
     """`model` injected, with its forward, or its parts', recorded by `backend`, as the engine does on a GPU."""
     engine = infuse.init_inference(model, dtype=torch.float32)
-    uninstall(model, engine._handles)
+    uninstall(model)
     graphs = GraphUse(backend, steps=False, forward=True, inside=called_inside(model))
     install(model, limit_tokens=None, min_new_tokens=1, caches=False, graphs=graphs)
     return engine
@@ -61,12 +61,12 @@ def test_encoder_and_decoder_of_a_vae() -> None:
     with torch.no_grad():
         latents = [vae.encode(sample).latent_dist.mode() for sample in samples]
         wanted = [vae.decode(latent).sample for latent in latents]
-    engine = graphed(vae, backend)
+    graphed(vae, backend)
     assert isinstance(vae.decoder.forward, Forward) and "forward" not in vars(vae)
     with torch.no_grad():
         for sample, latent, picture in zip(samples, latents, wanted, strict=True):
             torch.testing.assert_close(vae.encode(sample).latent_dist.mode(), latent, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(vae.decode(latent).sample, picture, rtol=1e-3, atol=1e-4)
     assert len(backend.captures) == 2 and backend.replays == 4
-    uninstall(vae, engine._handles)
+    uninstall(vae)
     assert "forward" not in vars(vae.decoder) and not hasattr(vae.decoder, "_infuse")

@@ -1,0 +1,225 @@
+"""The way back: put the original modules back into a model, with the values that it has today."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse import interrupts
+from infuse.apply.adopt import stands_for
+from infuse.errors import UnsupportedCall
+from infuse.instance_method import InstanceMethod
+from infuse.layers.hook import uninstall_hook
+from infuse.layers.model_methods import forget_replaced
+from infuse.logs import warn
+from infuse.unknown.install import places_of
+from infuse.weights.skeleton import Tensors, Was
+from infuse.weights.state import Original, forget_names, originals_in, plain_attributes
+
+BEFORE = "_infuse_before"  # attribute of a model
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # how the names of a module's dicts of hooks end
+_UNSET = object()
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A tensor of a module that stays: what it was before its cast, and the version of the cast one."""
+
+    module: nn.Module
+    leaf: str
+    was: Was | Tensor
+    version: int
+
+    def undo(self) -> bool:
+        """Put the tensor back in its dtype. True if its values keep the rounding of the cast."""
+        is_parameter = isinstance(self.was, Was)
+        held: Any = self.module._parameters if is_parameter else self.module._buffers
+        now = held.get(self.leaf)
+        if now is None or now.dtype == self.was.dtype:  # someone cast it since
+            return False
+        unwritten = now._version == self.version
+        if isinstance(self.was, Tensor):
+            held[self.leaf] = self.was if unwritten and self.was.device == now.device else now.to(self.was.dtype)
+            return held[self.leaf] is not self.was
+        exact = self.was.as_it_is() if unwritten else None
+        held[self.leaf] = self.was.with_values(now) if exact is None else exact
+        return exact is None and self.was.loses(now)
+
+
+@dataclass
+class Before:
+    """What a model was before `init_inference`: its casts, and the paths of its modules in training mode."""
+
+    casts: list[Cast]
+    training: frozenset[str] | None = None
+    codes: str = ""  # the library whose codes were taken
+
+    @classmethod
+    def of(cls, model: nn.Module, tensors: Tensors) -> Before:
+        """Of a model of which all replacements are in place. What an earlier call changed is kept."""
+        earlier: Before | None = vars(model).get(BEFORE)
+        casts = [] if earlier is None else earlier.casts
+        known = {(id(cast.module), cast.leaf) for cast in casts}
+        for module, leaf, was in tensors.casts(model):
+            if (id(module), leaf) not in known:
+                now: Any = module._parameters.get(leaf) if isinstance(was, Was) else module._buffers.get(leaf)
+                casts.append(Cast(module, leaf, was, now._version))
+        return cls(casts) if earlier is None else earlier
+
+
+def training_paths(model: nn.Module) -> frozenset[str]:
+    """The paths of the modules in training mode."""
+    return frozenset(path for path, module in model.named_modules(remove_duplicate=False) if module.training)
+
+
+def remember(model: nn.Module, training: frozenset[str], codes: str = "") -> None:
+    """Note what a complete model is now, to see what is changed later, and which modules were in training mode.
+
+    `codes`: the library whose codes were taken.
+    """
+    before: Before = vars(model)[BEFORE]
+    before.training = training if before.training is None else before.training
+    before.codes = before.codes or codes
+    for new, original in originals_in(model):
+        original.is_filled(new)
+
+
+def restore(model: nn.Module) -> None:
+    """Put back the original modules of `model`, or of any model inside of it, with today's values.
+
+    Raise UnsupportedCall, with nothing changed, if they cannot be had again. If memory runs out, the modules that are
+    left stay replaced, and another call goes on.
+    """
+    roots = [module for module in model.modules() if BEFORE in vars(module)]
+    _check(model, roots)
+    with interrupts.held_back(), torch.inference_mode(False), torch.no_grad(), ExitStack() as done:
+        for root in roots:
+            _take_off_methods(root)
+        rounded = list(_put_back(model, done))
+        for root in roots:
+            rounded += _undo_casts(vars(root)[BEFORE].casts, done)
+            if not root.training:
+                _train(root, vars(root)[BEFORE].training or ())
+            delattr(root, BEFORE)
+    if rounded:
+        warn(
+            f"infuse: restore: {len(rounded)} tensors have the rounding of the formats and dtypes that they had while "
+            f"their modules were replaced, e.g. {rounded[0]}; Parameters that you hold keep their values",
+            stacklevel=3,
+        )
+
+
+def _check(model: nn.Module, roots: list[nn.Module]) -> None:
+    if not roots and any(True for _ in originals_in(model)):
+        raise UnsupportedCall("restore: this is a part of a model; give the model that was given to init_inference")
+    for root in roots:
+        before: Before = vars(root)[BEFORE]
+        if vars(root)["_infuse"].group.size > 1:
+            raise UnsupportedCall("restore: each rank holds a part of the weights; load the original model again")
+        if before.codes:
+            raise UnsupportedCall(
+                f"restore: the linears of {before.codes}, whose codes were taken over, are gone; load the model again"
+            )
+    for new, original in originals_in(model):
+        if original.skeleton is None:
+            raise UnsupportedCall(f"restore: what {original.path} was is not known; load the model again")
+        for path, places in _counterparts(new, original).items():
+            what, part = f"{original.path}.{path}".strip(".") or "the model", new.get_submodule(path)
+            if original.is_exchanged(path, part):
+                raise UnsupportedCall(
+                    f"restore: {what} has another module, or a forward of its own, since init_inference; take it out "
+                    "first, and put it into the restored model"
+                )
+            if not places and any(hooks for name, hooks in vars(part).items() if name.endswith(_HOOKS)):
+                raise UnsupportedCall(f"restore: {what} has hooks, and the original no such module; remove them first")
+
+
+def _take_off_methods(root: nn.Module) -> None:
+    from infuse.generate.install import uninstall  # imports transformers' modelling, which takes seconds
+
+    uninstall(root)
+    forget_replaced(root)
+    for module in root.modules():
+        uninstall_hook(module)
+        for name, value in list(vars(module).items()):
+            if type(value) is InstanceMethod:  # of adapters and of diffusers' models
+                delattr(module, name)
+
+
+def _undo_casts(casts: list[Cast], done: ExitStack) -> Iterator[str]:
+    for cast in casts:
+        if isinstance(cast.was, Was):
+            done.callback(cast.was.release)
+        if cast.undo():
+            yield f"{cast.leaf} of {type(cast.module).__name__}"
+
+
+def _train(root: nn.Module, paths: Collection[str]) -> None:
+    for path, module in root.named_modules(remove_duplicate=False):
+        module.training = path in paths
+
+
+def _put_back(model: nn.Module, done: ExitStack) -> Iterator[str]:
+    """Put back all modules, one after the other, and yield the names of tensors whose values are rounded."""
+    waiting = list(originals_in(model))
+    places = places_of([new for new, _ in waiting], model)
+    while waiting:
+        interrupts.tell("the modules are being put back")
+        new, original = waiting.pop()
+        old, rounded = _rebuilt(new, original, done)
+        for holder, name in places[id(new)]:
+            holder._modules[name] = old
+        yield from rounded
+        del new  # its memory is free before the next one needs some
+
+
+def _rebuilt(new: nn.Module, original: Original, done: ExitStack) -> tuple[nn.Module, list[str]]:
+    """The module that `new` replaced, with its values, and the names of those that are rounded."""
+    skeleton, values, written = original.skeleton, original.values(new), original.written(new)
+    assert skeleton is not None
+    quantized = {name for fill in original.fills if fill.format is not None for name in fill.sources}
+    parameters = original.handed_on(new, skeleton.parameters)
+    is_trained = original.is_trained(new)
+    rounded = []
+    for name, was in skeleton.parameters.items():
+        if name in parameters:
+            continue
+        done.callback(was.release)
+        exact = None if name in written else was.as_it_is()
+        parameters[name] = was.with_values(values[name]) if exact is None else exact
+        if exact is None and (name in quantized or was.loses(values[name])):
+            rounded.append(f"{original.path}.{name}".lstrip("."))
+    if is_trained is not None:
+        for parameter in parameters.values():
+            parameter.requires_grad_(is_trained)
+    buffers = {
+        name: values[name].to(buffer.dtype, copy=True) if name in written else buffer
+        for name, buffer in skeleton.buffers.items()
+    }
+    old = skeleton.rebuilt(parameters, buffers)
+    forget_names(new)
+    _hand_over(new, old, original)
+    return old, rounded
+
+
+def _counterparts(new: nn.Module, original: Original) -> dict[str, tuple[str, ...]]:
+    """Path of each part of `new` → the paths of the modules that it stands for; none for one of ours alone."""
+    assert original.skeleton is not None
+    stand, there = stands_for(new), original.skeleton.paths
+    paths = (path for path, _ in new.named_modules())
+    return {path: stand.get(path, (path,) if path in there else ()) for path in paths}
+
+
+def _hand_over(new: nn.Module, old: nn.Module, original: Original) -> None:
+    """Give the modules that are put back the hooks, and the attributes that have been set, of those in their places."""
+    for path, places in _counterparts(new, original).items():
+        part, before = new.get_submodule(path), original.attributes.get(path, {})
+        mine = {name: value for name, value in plain_attributes(part).items() if value is not before.get(name, _UNSET)}
+        for module in map(old.get_submodule, places):
+            vars(module).update({name: hooks for name, hooks in vars(part).items() if name.endswith(_HOOKS)})
+            vars(module).update(mine)
