@@ -14,6 +14,8 @@ InfuseError
 
 import torch
 
+WAY_BACK = "infuse.restore(model) puts the original modules back"
+
 
 class InfuseError(Exception):
     """The root: `except infuse.InfuseError` catches all of them."""

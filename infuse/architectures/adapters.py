@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.instance_method import InstanceMethod
 
 _OWN = ("base_model", "model", "base_layer", "original_module")  # children of PEFT modules that belong to the user
@@ -69,6 +69,6 @@ def merging_refused(module: nn.Module, formats: Mapping[str, str]) -> dict[str, 
 def _refuse(name: str, format: str, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedCall(
         f"{name}: this adapter's base layer is quantized ({format}), and nothing can be added to its weights: "
-        "merge the adapters before init_inference, or leave `quant` out; adapters that are not merged work, "
-        "and unload() takes them off"
+        f"merge the adapters before init_inference ({WAY_BACK}), or leave `quant` out; adapters that are not merged "
+        "work, and unload() takes them off"
     )

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.inputs.component import is_component
 from infuse.instance_method import InstanceMethod
 from infuse.layers.diffusion.convolution import share_memory
 from infuse.plan.kinds import MODULE
 from infuse.plan.plan import Plan
 
-_FIRST = "do so first and call init_inference then"
+_FIRST = f"do so before init_inference ({WAY_BACK})"
 _LINEARS = f"{_FIRST}, or keep the original modules with replace_with_kernel_inject=False, which replaces linears alone"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {

@@ -24,7 +24,7 @@ from infuse.dtype_cast import kept_in_float32
 from infuse.engine.component import install_changes
 from infuse.engine.module_method import like_modules
 from infuse.engine.named import NamedAsHeld
-from infuse.errors import ConfigError, InfuseError
+from infuse.errors import WAY_BACK, ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.inputs.component import called_inside, is_component
 from infuse.layers.block import Block
@@ -257,9 +257,7 @@ class InferenceEngine(NamedAsHeld, nn.Module):
                 "load_model_with_checkpoint: the engine was made without checkpoint=, so there is nothing to read"
             )
         if is_replaced(r_module):
-            raise ConfigError(
-                "load_model_with_checkpoint: the layers of r_module are replaced already; give the original model"
-            )
+            raise ConfigError(f"load_model_with_checkpoint: the layers of r_module are replaced already; {WAY_BACK}")
         with interrupts.held_back():
             load_values(r_module, self.settings, self.plan.dtype, device_of(self.module))
 
@@ -384,7 +382,7 @@ def check_replaced(model: nn.Module, dtype: torch.dtype) -> None:
             dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in block_dtypes))
             raise ConfigError(
                 f"dtype: {str(dtype).removeprefix('torch.')} is asked for, and layers of this model were replaced in "
-                f"{dtypes} by an earlier init_inference; ask for that, or give a model that is not replaced yet"
+                f"{dtypes} by an earlier init_inference; ask for that, or put them back first: {WAY_BACK}"
             )
 
 
@@ -398,7 +396,7 @@ def check_weights(model: nn.Module, from_checkpoint: bool) -> None:
         if is_replaced(model):
             raise ConfigError(
                 "checkpoint= cannot be read into a model whose layers are replaced already: give the original model, "
-                "which may be on meta, or load values into this one with load_state_dict()"
+                f"which may be on meta ({WAY_BACK}), or load values into this one with load_state_dict()"
             )
         return
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 
 # Methods that PyTorch refuses to subclasses without memory, or that would make another one: they get ordinary values.
 _OF_VALUES = frozenset(
@@ -147,5 +147,5 @@ def _refuse(what: str, weight: str) -> NoReturn:
     raise UnsupportedCall(
         f"{weight} {what}: its values are computed from codes each time that they are read. weight.clone() is an "
         "ordinary tensor; model.load_state_dict({name: values}, strict=False) quantizes new values; to work on the "
-        "weight itself, do so before init_inference, or leave `quant` out"
+        f"weight itself, leave `quant` out, or do so on the original: {WAY_BACK}"
     )

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.layers.replaced import Replaced, WasReplaced
 
 PLAIN = (bool, int, float, str)
 _HELD = ("_parameters", "_buffers", "_modules")
-_INSTEAD = "train an unreplaced copy of the model, adapters included, and call init_inference on it after training"
+_INSTEAD = f"{WAY_BACK}, adapters around them included: train these, and call init_inference again"
 
 _REFUSED = f"{{}} was replaced by infuse, which computes no gradients; {_INSTEAD}"
 
@@ -56,7 +56,7 @@ class Settled(nn.Module):
             if value is not setting and not (isinstance(value, PLAIN) and value == setting):
                 raise UnsupportedCall(
                     f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was {setting!r}, "
-                    "and computes with that; set it on the original model, then call init_inference"
+                    f"and computes with that; {WAY_BACK}: set it there, then call init_inference"
                 )
         super().__setattr__(name, value)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.dequantized_weight import Reading
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
@@ -213,8 +213,8 @@ class Quantized(InferenceModule):
     def weight(self, value: Tensor) -> None:
         if value is not self.weight:  # PEFT's unload() assigns the present weight
             raise UnsupportedCall(
-                f"a weight quantized in {self.format} cannot be replaced: do so before init_inference, or load new "
-                "values by load_state_dict, which quantizes them"
+                f"a weight quantized in {self.format} cannot be replaced: load new values by load_state_dict, which "
+                f"quantizes them, or do so on the original: {WAY_BACK}"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:

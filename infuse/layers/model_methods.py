@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.instance_method import InstanceMethod
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import Linear, Quantized
@@ -82,7 +82,7 @@ def _refuse_resizing(why: str, model: Any, new_num_tokens: int | None = None, *a
         return table
     raise UnsupportedCall(
         f"resize_token_embeddings({new_num_tokens}): the head of this model, for {table.num_embeddings} tokens, "
-        f"is {why} and keeps its size; resize the original model, then call init_inference"
+        f"is {why} and keeps its size; {WAY_BACK}: resize these, then call init_inference"
     )
 
 

@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infuse.architectures.part import named
+from infuse.errors import WAY_BACK
 
-KEEPS_LAYERS = "to keep the layers and replace only linears, call init_inference with replace_with_kernel_inject=False"
-ASK_BEFORE = "code that needs it should ask the model before init_inference"
+KEEPS_LAYERS = (
+    "to keep the layers and replace only linears, call init_inference with replace_with_kernel_inject=False; "
+    f"{WAY_BACK}"
+)
+ASK_BEFORE = f"code that needs it should ask the model before init_inference; {WAY_BACK}"
 
 
 class WasReplaced(AttributeError):

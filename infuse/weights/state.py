@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.layers.gradient import InferenceModule
 from infuse.weights.fill import ORDER, filled, merges_views, moves, quantized, source_tensors
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
@@ -167,7 +167,7 @@ class Original:
                 f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have "
                 f"them as {', '.join(fill.sources)}. Either save our shards, which keep them quantized: init_inference"
                 "(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, with the rounding "
-                "that they have: `with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
+                f"that they have: `with infuse.dequantized(model): model.save_pretrained(FOLDER)`. {WAY_BACK}"
             )
         place, _ = place_of(module, fill.target)
         address = next(place.buffers(recurse=False)).data_ptr()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from infuse.errors import UnsupportedCall
+from infuse.errors import WAY_BACK, UnsupportedCall
 from infuse.layers.gradient import Settled
 
 
@@ -25,6 +25,6 @@ class Unheard(Settled):
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedCall(
             f"{type(self).__name__}.{what}: this part of a replaced block computes something else than the original's "
-            "modules do, and is not called as they are; put hooks on the block, or do so on the original model and "
-            "call init_inference then, which leaves such blocks as they are"
+            "modules do, and is not called as they are; put hooks on the block, or on the original's modules and call "
+            f"init_inference then, which leaves such blocks as they are ({WAY_BACK})"
         )
