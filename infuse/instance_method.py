@@ -5,7 +5,9 @@ Libraries filter keywords by a method's signature, wrap it under its name and do
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 from collections.abc import Callable
 from functools import update_wrapper, wraps
 from types import MethodType
@@ -69,6 +71,10 @@ class InstanceMethod:
             return getattr(self.replaced, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def bound_to(self, instance: Any) -> InstanceMethod:
+        """This method of another instance."""
+        return type(self)(self._function, instance, self._name)
+
     def __eq__(self, other: object) -> bool:
         alike = type(other) is type(self) and other.__self__ is self.__self__  # type: ignore[attr-defined]
         return alike and other._name == self._name  # type: ignore[attr-defined]
@@ -81,6 +87,30 @@ class InstanceMethod:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self.__self__, self._name)
+
+
+REDUCE = "__reduce_ex__"
+
+
+def rebind_in_copies(instance: Any) -> None:
+    """Let `copy.copy(instance)` have InstanceMethods of its own. (Deep copies and pickles bind them anyway.)"""
+    setattr(instance, REDUCE, InstanceMethod(_reduce, instance, REDUCE))
+
+
+def _reduce(instance: Any, protocol: Any) -> Any:
+    if sys._getframe(2).f_code is copy.copy.__code__:
+        return _copied, (instance,)
+    reduce: Any = type(instance).__reduce_ex__
+    return reduce(instance, protocol)
+
+
+def _copied(instance: Any) -> Any:
+    made = object.__new__(type(instance))
+    vars(made).update(vars(instance))
+    for name, method in vars(instance).items():
+        if issubclass(type(method), InstanceMethod):
+            vars(made)[name] = method.bound_to(made)
+    return made
 
 
 def unbound(method: Callable[..., Any]) -> Callable[..., Any]:

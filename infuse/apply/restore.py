@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +51,39 @@ class Cast:
         return exact is None and self.was.loses(now)
 
 
+@dataclass(frozen=True)
+class Modes:
+    """The paths of a model's modules in training mode, and whether convolutions have their channels last in memory."""
+
+    training: frozenset[str]
+    channels_last: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Modes:
+        modules = model.named_modules(remove_duplicate=False)
+        training = frozenset(path for path, module in modules if module.training)
+        return cls(training, any(map(_is_last, model.parameters())))
+
+    def put_back(self, model: nn.Module) -> None:
+        """Set them on `model`, unless someone has set it to training."""
+        if not self.channels_last:
+            for parameter in filter(_is_last, model.parameters()):
+                parameter.data = parameter.data.contiguous()
+        if not model.training:
+            for path, module in model.named_modules(remove_duplicate=False):
+                module.training = path in self.training
+
+
+def _is_last(parameter: Tensor) -> bool:
+    return parameter.dim() == 4 and not parameter.is_contiguous()
+
+
 @dataclass
 class Before:
-    """What a model was before `init_inference`: its casts, and the paths of its modules in training mode."""
+    """What a model was before `init_inference`: its casts and modes."""
 
     casts: list[Cast]
-    training: frozenset[str] | None = None
+    modes: Modes | None = None
     codes: str = ""  # the library whose codes were taken
 
     @classmethod
@@ -72,18 +99,13 @@ class Before:
         return cls(casts) if earlier is None else earlier
 
 
-def training_paths(model: nn.Module) -> frozenset[str]:
-    """The paths of the modules in training mode."""
-    return frozenset(path for path, module in model.named_modules(remove_duplicate=False) if module.training)
-
-
-def remember(model: nn.Module, training: frozenset[str], codes: str = "") -> None:
-    """Note what a complete model is now, to see what is changed later, and which modules were in training mode.
+def remember(model: nn.Module, modes: Modes, codes: str = "") -> None:
+    """Note what a complete model is now, to see what is changed later, and the modes that it had.
 
     `codes`: the library whose codes were taken.
     """
     before: Before = vars(model)[BEFORE]
-    before.training = training if before.training is None else before.training
+    before.modes = before.modes or modes
     before.codes = before.codes or codes
     for new, original in originals_in(model):
         original.is_filled(new)
@@ -102,9 +124,10 @@ def restore(model: nn.Module) -> None:
             _take_off_methods(root)
         rounded = list(_put_back(model, done))
         for root in roots:
-            rounded += _undo_casts(vars(root)[BEFORE].casts, done)
-            if not root.training:
-                _train(root, vars(root)[BEFORE].training or ())
+            before: Before = vars(root)[BEFORE]
+            rounded += _undo_casts(before.casts, done)
+            if before.modes is not None:
+                before.modes.put_back(root)
             delattr(root, BEFORE)
     if rounded:
         warn(
@@ -157,11 +180,6 @@ def _undo_casts(casts: list[Cast], done: ExitStack) -> Iterator[str]:
             done.callback(cast.was.release)
         if cast.undo():
             yield f"{cast.leaf} of {type(cast.module).__name__}"
-
-
-def _train(root: nn.Module, paths: Collection[str]) -> None:
-    for path, module in root.named_modules(remove_duplicate=False):
-        module.training = path in paths
 
 
 def _put_back(model: nn.Module, done: ExitStack) -> Iterator[str]:

@@ -16,7 +16,7 @@ from infuse import interrupts
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values, not_taken, take_codes
 from infuse.apply.load import planned as planned_load
-from infuse.apply.restore import BEFORE, remember, restore, training_paths
+from infuse.apply.restore import BEFORE, Modes, remember, restore
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
@@ -123,7 +123,7 @@ class InferenceEngine(NamedAsHeld, nn.Module):
         check_model(model)
         source, _, save_path = settings.checkpoint_files
         check_weights(model, from_checkpoint=source is not None)
-        training = training_paths(model)
+        modes = Modes.of(model)
         device = Device.of(settings.device or device_of(model))
         timeout_s = settings.tensor_parallel.timeout_s
         mesh, self.group = join(settings.ranks, device.torch_device, timeout_s)
@@ -147,20 +147,20 @@ class InferenceEngine(NamedAsHeld, nn.Module):
                     loaded = load(model, settings, device, mesh, self.group, progress)
                     decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
                 self._hold(model, settings, device)
-                remember(model, training, codes.library if isinstance(codes, CodesInModel) else "")
+                remember(model, modes, codes.library if isinstance(codes, CodesInModel) else "")
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
         tell({"": (decided, self.plan)})
 
     @classmethod
-    def of_component(cls, ready: Prepared, progress: Progress | None, training: frozenset[str]) -> InferenceEngine:
+    def of_component(cls, ready: Prepared, progress: Progress | None, modes: Modes) -> InferenceEngine:
         """Carry out what was prepared for a pipeline's component. The pipeline logs the plans of all components."""
         engine = cls.__new__(cls)
         nn.Module.__init__(engine)
         engine.settings, engine.group = ready.settings, ready.group
         engine.plan = ready.proven.carry_out(progress)
         engine._hold(ready.proven.model, ready.settings, ready.device)
-        remember(ready.proven.model, training)
+        remember(ready.proven.model, modes)
         return engine
 
     def _hold(self, model: nn.Module, settings: InferenceConfig, device: Device) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from infuse import interrupts
 from infuse.apply.apply import Progress
 from infuse.apply.images import with_equal_images
-from infuse.apply.restore import training_paths
+from infuse.apply.restore import Modes
 from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device, device_of
@@ -120,7 +120,7 @@ class PipelineEngine(NamedAsHeld):
         _check(pipe, models, settings)
         for model in models.values():
             check_weights(model, from_checkpoint=False)
-        training = {name: training_paths(model) for name, model in models.items()}
+        modes = {name: Modes.of(model) for name, model in models.items()}
         device = Device.of(settings.device or device_of(*models.values())).torch_device
         mesh, group = join(settings.ranks, device, settings.tensor_parallel.timeout_s)
         with progress_bars(settings.progress) as progress, interrupts.held_back():
@@ -129,7 +129,7 @@ class PipelineEngine(NamedAsHeld):
                 plans = {name: planned(model, settings, mesh, in_pipeline=True) for name, model in models.items()}
                 ready, proof = _proven(pipe, models, plans, settings, group, mesh, progress)
                 engines = {
-                    name: InferenceEngine.of_component(component, progress, training[name])
+                    name: InferenceEngine.of_component(component, progress, modes[name])
                     for name, component in ready.items()
                 }
         self.pipeline, self.settings, self.engines, self.group = pipe, settings, engines, group

@@ -39,7 +39,7 @@ from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
-from infuse.instance_method import InstanceMethod
+from infuse.instance_method import REDUCE, InstanceMethod, rebind_in_copies
 from infuse.layers.block import Block
 from infuse.layers.cache import OF_NOTHING, KVCache, counting_states, first_counts, tokens_in
 from infuse.layers.experts import Experts
@@ -154,6 +154,7 @@ def install(
     if caches:
         install_pair(module)
     install_continuous(module)
+    rebind_in_copies(module)
     answer_for_replaced(module)
     if graphs is not None and graphs.forward and (place := _place_of_time_step(module)) is not None:
         module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True)
@@ -173,7 +174,7 @@ def uninstall(module: nn.Module) -> None:
     _drop_hooks(module)
     for name in ("_infuse", _STATEFUL):
         vars(module).pop(name, None)
-    for name in ("generate", PREPARES, *NAMES):
+    for name in ("generate", PREPARES, REDUCE, *NAMES):
         if type(vars(module).get(name)) is InstanceMethod:
             delattr(module, name)
     for part in module.modules():

@@ -120,6 +120,9 @@ class Forward(InstanceMethod):
     def __reduce__(self) -> tuple:
         return type(self), (self._module, self.own, self._backend)
 
+    def bound_to(self, instance: Any) -> Forward:
+        return type(self)(instance, self.own, self._backend)
+
 
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
     """Return the OutOfMemory to raise, after calling each `clear` and dropping the tensors in the traceback's frames.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import subprocess
 import sys
 import types
@@ -24,6 +25,7 @@ from infuse.authors import LibraryCalls
 from infuse.generate.install import _REPLAYED, _names_of_arguments
 from tests.models.families import BY_NAME
 from tests.support.graphed import graphed
+from tests.support.side_by_side import ids
 
 ROOT = Path(__file__).parents[2]
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
@@ -385,6 +387,7 @@ def test_a_subclass_that_adds_a_method_keeps_direct_steps() -> None:
 
 WRAP = """
 import functools
+import pickle
 from transformers.generation import GenerationMixin
 own, calls = GenerationMixin.generate, []
 def traced({self}*args, **kwargs):
@@ -554,3 +557,21 @@ def test_a_criterion_that_writes_where_candidates_are_verified(mode: dict[str, A
     found = engine.generate(repeated.clone(), **{"do_sample": False, **mode, **drafted, **top, **more})
     assert (wanted[:, 16:] == 40).sum() >= 4
     assert torch.equal(found, wanted)
+
+
+def test_a_shallow_copy_answers_for_itself() -> None:
+    """With another generation config, over the same weights, also when the model is restored meanwhile."""
+    original, model = BY_NAME["llama"].make(), BY_NAME["llama"].make()
+    engine = infuse.init_inference(model, dtype="fp32", progress=False)
+    deep, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for copied in (copy.copy(model), copy.copy(copy.copy(model)), deep, pickled):
+        assert type(copied) is type(model)
+        assert copied.generate.__self__ is copied and copied.get_submodule.__self__ is copied
+        copied.generation_config = t.GenerationConfig(max_new_tokens=3, do_sample=False)
+        wanted = original.generate(ids(1, 4), max_new_tokens=3, do_sample=False)
+        assert torch.equal(copied.generate(ids(1, 4)), wanted)
+    assert model.generation_config.max_new_tokens is None and model.generate.__self__ is model
+    copied = copy.copy(model)
+    infuse.restore(engine)
+    assert "__reduce_ex__" not in vars(model)
+    assert torch.equal(copied.generate(ids(1, 4), max_new_tokens=3, do_sample=False), wanted)
