@@ -14,12 +14,13 @@ from infuse import interrupts
 from infuse.apply.adopt import stands_for
 from infuse.errors import UnsupportedCall
 from infuse.instance_method import InstanceMethod
+from infuse.layers.gradient import InferenceModule
 from infuse.layers.hook import uninstall_hook
 from infuse.layers.model_methods import forget_replaced
 from infuse.logs import warn
 from infuse.unknown.install import places_of
 from infuse.weights.skeleton import Tensors, Was
-from infuse.weights.state import Original, forget_names, originals_in, plain_attributes
+from infuse.weights.state import Original, forget_names, originals_in
 
 BEFORE = "_infuse_before"  # attribute of a model
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # how the names of a module's dicts of hooks end
@@ -109,6 +110,7 @@ def remember(model: nn.Module, modes: Modes, codes: str = "") -> None:
     before.codes = before.codes or codes
     for new, original in originals_in(model):
         original.is_filled(new)
+        original.attributes = {path: _attributes(part) for path, part in new.named_modules()}
 
 
 def restore(model: nn.Module) -> None:
@@ -135,6 +137,12 @@ def restore(model: nn.Module) -> None:
             f"their modules were replaced, e.g. {rounded[0]}; Parameters that you hold keep their values",
             stacklevel=3,
         )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What is set on the module, besides what nn.Module and our own classes keep there."""
+    own = (name for name in vars(module) if not name.startswith("_") and not hasattr(InferenceModule, name))
+    return {name: vars(module)[name] for name in own}
 
 
 def _check(model: nn.Module, roots: list[nn.Module]) -> None:
@@ -237,7 +245,7 @@ def _hand_over(new: nn.Module, old: nn.Module, original: Original) -> None:
     """Give the modules that are put back the hooks, and the attributes that have been set, of those in their places."""
     for path, places in _counterparts(new, original).items():
         part, before = new.get_submodule(path), original.attributes.get(path, {})
-        mine = {name: value for name, value in plain_attributes(part).items() if value is not before.get(name, _UNSET)}
+        mine = {name: value for name, value in _attributes(part).items() if value is not before.get(name, _UNSET)}
         for module in map(old.get_submodule, places):
             vars(module).update({name: hooks for name, hooks in vars(part).items() if name.endswith(_HOOKS)})
             vars(module).update(mine)

@@ -21,7 +21,6 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import WAY_BACK, UnsupportedCall
-from infuse.layers.gradient import InferenceModule
 from infuse.weights.fill import ORDER, filled, merges_views, moves, quantized, source_tensors
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
@@ -104,7 +103,6 @@ class Original:
         self._requires_gradients = _require_gradients(module)
         self._filled = {fill.target: self._versions(fill, module) for fill in self.fills}
         parts = dict(module.named_modules())
-        self.attributes = {path: plain_attributes(part) for path, part in parts.items()}
         self._forwards = {path: vars(part).get("forward") for path, part in parts.items()}
         self._inside = WeakValueDictionary(parts)
 
@@ -239,12 +237,6 @@ class Original:
                 "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`; as many ranks "
                 "load it with checkpoint=FOLDER"
             )
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What is set on the module, besides what nn.Module and our own classes keep there."""
-    own = (name for name in vars(module) if not name.startswith("_") and not hasattr(InferenceModule, name))
-    return {name: vars(module)[name] for name in own}
 
 
 def _require_gradients(module: nn.Module) -> bool:
