@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from infuse import interrupts
 from infuse.apply.adopt import stands_for
+from infuse.device import device_of
 from infuse.errors import UnsupportedCall
 from infuse.instance_method import InstanceMethod
 from infuse.layers.gradient import InferenceModule
@@ -47,7 +48,7 @@ class Cast:
         if isinstance(self.was, Tensor):
             held[self.leaf] = self.was if unwritten and self.was.device == now.device else now.to(self.was.dtype)
             return held[self.leaf] is not self.was
-        exact = self.was.as_it_is() if unwritten else None
+        exact = self.was.as_it_is(now.device) if unwritten else None
         held[self.leaf] = self.was.with_values(now) if exact is None else exact
         return exact is None and self.was.loses(now)
 
@@ -150,7 +151,7 @@ def _check(model: nn.Module, roots: list[nn.Module]) -> None:
         raise UnsupportedCall("restore: this is a part of a model; give the model that was given to init_inference")
     for root in roots:
         before: Before = vars(root)[BEFORE]
-        if vars(root)["_infuse"].group.size > 1:
+        if "_infuse" in vars(root) and vars(root)["_infuse"].group.size > 1:
             raise UnsupportedCall("restore: each rank holds a part of the weights; load the original model again")
         if before.codes:
             raise UnsupportedCall(
@@ -206,27 +207,29 @@ def _put_back(model: nn.Module, done: ExitStack) -> Iterator[str]:
 
 def _rebuilt(new: nn.Module, original: Original, done: ExitStack) -> tuple[nn.Module, list[str]]:
     """The module that `new` replaced, with its values, and the names of those that are rounded."""
-    skeleton, values, written = original.skeleton, original.values(new), original.written(new)
+    skeleton, written, device = original.skeleton, original.written(new), device_of(new)
     assert skeleton is not None
-    quantized = {name for fill in original.fills if fill.format is not None for name in fill.sources}
-    parameters = original.handed_on(new, skeleton.parameters)
+    parameters, buffers = original.handed_on(new, skeleton.parameters), dict(skeleton.buffers)
     is_trained = original.is_trained(new)
-    rounded = []
     for name, was in skeleton.parameters.items():
-        if name in parameters:
-            continue
         done.callback(was.release)
-        exact = None if name in written else was.as_it_is()
-        parameters[name] = was.with_values(values[name]) if exact is None else exact
-        if exact is None and (name in quantized or was.loses(values[name])):
+        exact = was.as_it_is(device) if name not in written and name not in parameters else None
+        if exact is not None:
+            parameters[name] = exact
+    left = [name for name in skeleton.parameters if name not in parameters]
+    quantized = {name for fill in original.fills if fill.format is not None for name in fill.sources}
+    rounded = []
+    for name, value in original.values(new, [*left, *written.intersection(buffers)]).items():
+        if name in buffers:
+            buffers[name] = value.to(buffers[name].dtype, copy=True)
+            continue
+        was = skeleton.parameters[name]
+        parameters[name] = was.with_values(value)
+        if name in quantized or was.loses(value):
             rounded.append(f"{original.path}.{name}".lstrip("."))
     if is_trained is not None:
         for parameter in parameters.values():
             parameter.requires_grad_(is_trained)
-    buffers = {
-        name: values[name].to(buffer.dtype, copy=True) if name in written else buffer
-        for name, buffer in skeleton.buffers.items()
-    }
     old = skeleton.rebuilt(parameters, buffers)
     forget_names(new)
     _hand_over(new, old, original)
@@ -246,6 +249,18 @@ def _hand_over(new: nn.Module, old: nn.Module, original: Original) -> None:
     for path, places in _counterparts(new, original).items():
         part, before = new.get_submodule(path), original.attributes.get(path, {})
         mine = {name: value for name, value in _attributes(part).items() if value is not before.get(name, _UNSET)}
-        for module in map(old.get_submodule, places):
-            vars(module).update({name: hooks for name, hooks in vars(part).items() if name.endswith(_HOOKS)})
+        modules = [old.get_submodule(place) for place in places]
+        for module in modules:
             vars(module).update(mine)
+        for name, hooks in vars(part).items() if modules else ():
+            if name.endswith(_HOOKS) and hooks and all(hooks is not vars(module)[name] for module in modules):
+                _add_hooks(modules[0], name, hooks)
+
+
+def _add_hooks(module: nn.Module, name: str, hooks: dict[int, Any]) -> None:
+    """Give the module these hooks: the dict itself where it has none, so that handles still remove them."""
+    own: dict[int, Any] = vars(module)[name]
+    if own:
+        own.update(hooks)
+    else:
+        object.__setattr__(module, name, hooks)

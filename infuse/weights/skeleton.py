@@ -50,10 +50,13 @@ class Was:
         """Whether values of this dtype have been rounded from those that the Parameter had."""
         return torch.promote_types(value.dtype, self.dtype) != value.dtype
 
-    def as_it_is(self) -> nn.Parameter | None:
-        """The Parameter with the values that it has, if anyone holds it."""
-        if self._again is None and self.alive is not None and self.alive.dtype == self.dtype and not self.alive.is_meta:
-            self._again = self.alive
+    def as_it_is(self, device: torch.device) -> nn.Parameter | None:
+        """The Parameter with the values that it has, moved to `device`, if anyone holds it."""
+        parameter = self.alive
+        if self._again is None and parameter is not None and parameter.dtype == self.dtype and not parameter.is_meta:
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+            self._again = parameter
         return self._again
 
     def with_values(self, value: Tensor) -> nn.Parameter:
@@ -61,7 +64,7 @@ class Was:
         if self._again is None:
             value = _own_memory(value.detach().to(self.dtype))
             parameter = self.alive
-            if parameter is not None and parameter.device.type == value.device.type:
+            if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, value):
                 parameter.data = value
             else:
                 parameter = nn.Parameter(value, requires_grad=self.requires_grad)

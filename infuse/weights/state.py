@@ -7,7 +7,7 @@ Hooks on the new module convert its tensors: `source_tensors` when saving, `fill
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -78,12 +78,13 @@ class Original:
                     made[name] = _joined(parts[name], transposed=fill.transposed)
         state.update({prefix + name: self._on_its_own(name, made[name]) for name in self.shapes if name in made})
 
-    def values(self, module: nn.Module) -> dict[str, Tensor]:
-        """Today's values of the original's tensors, by their names in it. Quantized ones are dequantized to float32."""
+    def values(self, module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+        """Today's values of these tensors of the original. Quantized ones are dequantized to float32."""
         state = {name: tensor.detach() for name, tensor in placed(module).items()}
-        exact = replace(self, dtype=torch.float32, dequantized=WeakValueDictionary())
-        exact.save(module, state, "", None)
-        return {name: state[name] for name in self.shapes if name in state}
+        fills = tuple(fill for fill in self.fills if not set(fill.sources).isdisjoint(names))
+        wanted = replace(self, fills=fills, dtype=torch.float32, dequantized=WeakValueDictionary())
+        wanted.save(module, state, "", None)
+        return {name: state[name] for name in names}
 
     def share_memory(self, module: nn.Module) -> None:
         """Let the Parameters that were merged use the memory of ours: whoever holds one then holds no second copy."""
