@@ -33,7 +33,7 @@ from infuse.weights.lazy import (
     tensor_at,
 )
 from infuse.weights.mapped import StoredMatrix
-from infuse.weights.stacked_experts import TallMatrix, sliced
+from infuse.weights.stacked_experts import TallMatrix, shared_experts
 
 # Values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
 PART_VALUES = 1 << 20
@@ -45,12 +45,6 @@ def moves(fill: Fill) -> bool:
     alone = alone and fill.stacked in (None, StackedExperts())
     plain = not fill.transposed and fill.packing is None and not fill.rows and fill.format is None
     return alone and plain and not fill.absent
-
-
-def merges_views(fill: Fill) -> bool:
-    """True if several sources are one below the other in the target, or stacked, each as a whole and as it is."""
-    whole = len(fill.sources) > 1 and fill.cut is None and not fill.rows and fill.packing is None
-    return whole and fill.format is None and not fill.transposed and fill.stacked is None and not fill.absent
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
@@ -176,29 +170,49 @@ def _row_parts(fill: Fill, target: LazyTensor, rows: int | None) -> Iterator[sli
 def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Recover the tensors of `shapes`, by name, from a complete `target`: the inverse of `filled`.
 
-    Returns views of the target for sources that are contiguous in it and not transposed.
+    They are views of the target where it has their values in their order. Of a source that several targets share, only
+    the rows of this one are set.
     """
-    assert fill.cut is None, fill
-    if fill.stacked is not None:
-        return {fill.sources[0]: sliced(fill.stacked, target, shapes[fill.sources[0]])}
-    if fill.pointwise:
-        return {fill.sources[0]: target.unsqueeze(-1)}
-    if fill.flat:
-        return {fill.sources[0]: target.view(shapes[fill.sources[0]])}
-    if fill.merge == STACK:
-        return dict(zip(fill.sources, target.unbind(0), strict=True))
-    if moves(fill):
-        return {fill.sources[0]: target}
-    along = 1 if fill.transposed else 0
-    whole = spans(fill) or [Span(source, 0, shapes[name][along]) for source, name in enumerate(fill.sources)]
-    pieces = list(zip(whole, target.split([span.length for span in whole]), strict=True))
     tensors: dict[str, Tensor] = {}
     for number, name in enumerate(fill.sources):
-        placed = [(span.start, piece) for span, piece in pieces if span.source == number]
-        in_order = [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
-        source = in_order[0] if len(in_order) == 1 else torch.cat(in_order)
-        tensors[name] = source.t().contiguous() if fill.transposed else source
+        source = source_view(fill, number, target, shapes)
+        if source is None:
+            source = target.new_empty(shapes[name])
+            for ours, theirs in shared_values(fill, number, source, target, shapes):
+                ours.copy_(theirs)
+        tensors[name] = source
     return tensors
+
+
+def source_view(fill: Fill, number: int, target: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
+    """Return source `number` of `fill` as a contiguous view of `target`; None if it is not one."""
+    source = torch.empty(shapes[fill.sources[number]], device="meta")
+    if moves(fill) and target.shape == source.shape:
+        return target
+    [(part, held), *more] = shared_values(fill, number, source, target, shapes)
+    is_whole = not more and part.is_contiguous() and part.numel() == source.numel()
+    return held.view(source.shape) if is_whole and held.is_contiguous() else None
+
+
+def shared_values(
+    fill: Fill, number: int, source: Tensor, target: Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of views with the same values: of a contiguous `source`, the fill's `number`th, and of `target`."""
+    assert fill.cut is None, fill
+    if fill.stacked is not None:
+        yield shared_experts(fill.stacked, source, target)
+    elif fill.pointwise or fill.flat:
+        yield source.view(target.shape), target
+    elif fill.merge == STACK:
+        yield source, target[number]
+    else:
+        along = 1 if fill.transposed else 0
+        turned, at = source.t() if fill.transposed else source, 0
+        whole = spans(fill) or [Span(place, 0, shapes[name][along]) for place, name in enumerate(fill.sources)]
+        for span in whole:
+            if span.source == number:
+                yield turned[span.start : span.stop], target[at : at + span.length]
+            at += span.length
 
 
 def fill_module(

@@ -1,8 +1,6 @@
-"""TallMatrix reads a tensor with one slice per expert as a matrix; `sliced` is the inverse."""
+"""TallMatrix reads a tensor with one slice per expert as a matrix; `shared_experts` is the inverse."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -73,16 +71,16 @@ class TallMatrix:
         return self._last[1]
 
 
-def sliced(stacked: StackedExperts, target: Tensor, shape: Shape) -> Tensor:
-    """Return the source of `shape` of the tall matrix `target`: a view of it if only the shapes differ."""
+def shared_experts(stacked: StackedExperts, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of a contiguous source and of the tall matrix `target` that have the same values."""
     if stacked.flat:
-        each = (stacked.flat, shape[0] // stacked.flat, *shape[1:])
-        return sliced(replace(stacked, flat=0), target, each).flatten(0, 1)
-    rows = shape[2] if stacked.transposed else shape[1]
-    source = target.view(shape[0], rows, *target.shape[1:])
+        source = source.unflatten(0, (stacked.flat, -1))
+    if stacked.transposed:
+        source = source.transpose(1, 2)
+    held = target.view(source.shape)
     if stacked.interleaved:
-        source = source.unflatten(1, (2, rows // 2)).transpose(1, 2).flatten(1, 2)
-    return source.transpose(1, 2).contiguous() if stacked.transposed else source
+        return source.unflatten(1, (-1, 2)), held.unflatten(1, (2, -1)).transpose(1, 2)
+    return source, held
 
 
 def _runs(start: int, stop: int, rows: int) -> list[tuple[int, slice]]:

@@ -7,6 +7,7 @@ Hooks on the new module convert its tensors: `source_tensors` when saving, `fill
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,14 +22,24 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import WAY_BACK, UnsupportedCall
-from infuse.weights.fill import ORDER, filled, merges_views, moves, quantized, source_tensors
+from infuse.weights.fill import ORDER, filled, moves, quantized, shared_values, source_tensors, source_view
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
 from infuse.weights.skeleton import Skeleton, Tensors, Was
+from infuse.weights.written_back import Link, is_same_memory
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
-_OF_THESE_TENSORS = ("_given", "_filled", "_inside")  # attributes that copies do without
+_OF_THESE_TENSORS = ("_given", "_links", "_filled", "_inside")  # attributes that copies do without
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The values of a source in the target of `fill`, of which it is the `number`th source."""
+
+    fill: Fill
+    number: int
+    target: Tensor
 
 
 @dataclass
@@ -54,29 +65,54 @@ class Original:
     _inside: WeakValueDictionary[str, nn.Module] | None = field(default=None, init=False, compare=False)
     _filled: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
     _given: WeakValueDictionary[str, Tensor] = field(default_factory=WeakValueDictionary, init=False, compare=False)
+    _links: WeakValueDictionary[str, Link] = field(default_factory=WeakValueDictionary, init=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_THESE_TENSORS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _given=WeakValueDictionary(), _filled={}, _inside=None)
+        vars(self).update(state, _given=WeakValueDictionary(), _links=WeakValueDictionary(), _filled={}, _inside=None)
 
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
         """State-dict hook: replace our tensors in `state` with the original's."""
+        if torch.is_inference_mode_enabled():  # its tensors would have no version, by which writes are seen
+            with torch.inference_mode(False), torch.no_grad():
+                return self.save(module, state, prefix, metadata)
         self._refuse_parts("A state dict")
         if any(self.stored[fill.target][0] not in self.shapes for fill in self.fills):
             _refuse_offloading()
-        made: dict[str, Tensor] = {}
-        parts: dict[str, list[tuple[int, Tensor]]] = {}  # of sources of which several targets have some rows each
+        held: dict[str, list[_Held]] = {}
         for fill in self.fills:
             target = self._target(fill, module, state, prefix)
-            for name, tensor in ({} if target is None else source_tensors(fill, target, self.shapes)).items():
-                if tensor.shape == self.shapes[name] or not fill.rows:
-                    made[name] = tensor
-                else:
-                    parts.setdefault(name, []).append((fill.rows[0].start, tensor.t() if fill.transposed else tensor))
-                    made[name] = _joined(parts[name], transposed=fill.transposed)
-        state.update({prefix + name: self._on_its_own(name, made[name]) for name in self.shapes if name in made})
+            if target is not None:
+                for number, name in enumerate(fill.sources):
+                    held.setdefault(name, []).append(_Held(fill, number, target))
+        state.update({prefix + name: self._source(name, held[name]) for name in self.shapes if name in held})
+
+    def _source(self, name: str, held: list[_Held]) -> Tensor:
+        """Return the tensor `name` of the original, of which each of `held` has values: a view if that is possible."""
+        first = held[0]
+        view = source_view(first.fill, first.number, first.target, self.shapes)
+        formats = [each.fill.format for each in held if each.fill.format is not None]
+        if view is not None and len(held) == 1 and not formats:
+            return self._on_its_own(name, view)
+        link = self._links.get(name)
+        if link is not None and link.is_of([each.target for each in held]):
+            link.read()
+            return link.tensor()
+        values = first.target.new_empty(self.shapes[name]) if view is None else self._on_its_own(name, view)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for each in reversed(held):  # a view of the first has its values
+            for ours, layers in shared_values(each.fill, each.number, values, each.target, self.shapes):
+                if view is None:
+                    ours.copy_(layers)
+                pairs.append((ours.data, layers.detach()))
+        if values.is_meta or type(first.target) not in (Tensor, nn.Parameter):
+            return values
+        if formats:
+            return Link(values, refused=_refused(named(self.path, name), formats[0]), keeps=view).tensor()
+        self._links[name] = link = Link(values, pairs, [each.target for each in held])
+        return link.tensor()
 
     def values(self, module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
         """Today's values of these tensors of the original. Quantized ones are dequantized to float32."""
@@ -84,19 +120,23 @@ class Original:
         fills = tuple(fill for fill in self.fills if not set(fill.sources).isdisjoint(names))
         wanted = replace(self, fills=fills, dtype=torch.float32, dequantized=WeakValueDictionary())
         wanted.save(module, state, "", None)
-        return {name: state[name] for name in names}
+        with torch._C.DisableTorchFunctionSubclass():
+            return {name: state[name].as_subclass(Tensor) for name in names}
 
     def share_memory(self, module: nn.Module) -> None:
         """Let the Parameters that were merged use the memory of ours: whoever holds one then holds no second copy."""
         assert self.skeleton is not None
-        for fill in filter(merges_views, self.fills):
+        holds = Counter(name for fill in self.fills for name in fill.sources)
+        for fill in self.fills:
             place, leaf = place_of(module, fill.target)
-            target: Any = place._parameters.get(leaf)
-            views = {} if target is None or target.is_meta else source_tensors(fill, target.detach(), self.shapes)
-            for name, view in views.items():
+            target = place._parameters.get(leaf)
+            if target is None or target.is_meta or fill.cut is not None:
+                continue
+            for number, name in enumerate(fill.sources):
                 was = self.skeleton.parameters.get(name)
-                parameter = None if was is None else was.alive
-                if parameter is not None and _can_share(parameter, view):
+                parameter = None if was is None or holds[name] > 1 else was.alive
+                view = None if parameter is None else source_view(fill, number, target.detach(), self.shapes)
+                if parameter is not None and view is not None and _can_share(parameter, view):
                     parameter.data = self._on_its_own(name, view)
 
     def is_filled(self, module: nn.Module) -> None:
@@ -148,7 +188,7 @@ class Original:
         if tensor.requires_grad or tensor.is_meta or type(tensor) is not Tensor:
             return tensor
         given = self._given.get(name)
-        if given is not None and _is_same_memory(given, tensor):
+        if given is not None and is_same_memory(given, tensor):
             return given.detach()
         self._given[name] = own = _with_own_storage(tensor)
         return own
@@ -249,11 +289,6 @@ def _can_share(parameter: nn.Parameter, view: Tensor) -> bool:
     return alike and not parameter.is_shared() and type(parameter.data) is Tensor
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    return alike and one.data_ptr() == other.data_ptr() and one.device == other.device
-
-
 @torch.no_grad()
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory whose storage covers it alone; writes still count in the whole's version."""
@@ -268,10 +303,11 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
         return piece.set_(own, 0, tensor.shape, tensor.stride())
 
 
-def _joined(parts: list[tuple[int, Tensor]], *, transposed: bool) -> Tensor:
-    """The rows of a source, of which each part has those from its first number on."""
-    rows = torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])])
-    return rows.t().contiguous() if transposed else rows
+def _refused(name: str, format: str) -> str:
+    return (
+        f"{name} is quantized ({format}), and nothing reads what is written to its dequantized values; "
+        "model.load_state_dict({name: values}, strict=False) quantizes new values; .clone() is a tensor of your own"
+    )
 
 
 def _stored(fill: Fill, module: nn.Module) -> tuple[str, ...]:
