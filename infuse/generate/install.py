@@ -50,6 +50,7 @@ from infuse.layers.named_attention import names_ours
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.parallel.group import LOCAL, Group
 from infuse.questions import attribute, parameters, returned
+from infuse.weights.by_name import find_by_name
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
@@ -156,6 +157,7 @@ def install(
     install_continuous(module)
     rebind_in_copies(module)
     answer_for_replaced(module)
+    find_by_name(module)
     if graphs is not None and graphs.forward and (place := _place_of_time_step(module)) is not None:
         module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True)
     if device_of(module).type != "cpu":

@@ -23,15 +23,36 @@ _INSTEAD = f"{WAY_BACK}, adapters around them included: train these, and call in
 _REFUSED = f"{{}} was replaced by infuse, which computes no gradients; {_INSTEAD}"
 
 
+class _AnyPath:
+    """Has every attribute: itself."""
+
+    def __getattr__(self, name: str) -> _AnyPath:
+        if name == "_fqn_modifiers":
+            raise AttributeError(name)
+        return self
+
+
+class _AnyName(dict[str, str]):
+    """Maps every name to the attribute of `Settled` that has every path."""
+
+    def get(self, name: str, default: Any = None) -> str:
+        return "_any_path"
+
+
 class Settled(nn.Module):
     """A module that refuses new values for attributes that were read when it was built.
 
     `settled`: names of such attributes of the original, e.g. `top_k`. Assigning another value raises UnsupportedCall,
-    because nothing would read it. `_replaced` tells what stood in its place.
+    because nothing would read it. `_replaced` tells what stood in its place; what is gone cannot be assigned either.
     """
 
     settled: frozenset[str] = frozenset()
     _replaced: Replaced | None = None
+    _any_path = _AnyPath()
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Let torch.distributed.checkpoint resolve names of the state dict, which are no paths of attributes here."""
+        return _AnyName()
 
     def __getattr__(self, name: str) -> Any:
         """As nn.Module's, which takes as long. The error says where the modules of a replaced layer went."""
@@ -58,6 +79,11 @@ class Settled(nn.Module):
                     f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was {setting!r}, "
                     f"and computes with that; {WAY_BACK}: set it there, then call init_inference"
                 )
+        replaced = self._replaced
+        if replaced is not None and name in replaced.names and not any(name in vars(self)[kind] for kind in _HELD):
+            if vars(self).get(name) is value:
+                return
+            raise UnsupportedCall(f"{type(self).__name__}.{name} = ...: nothing would read it: {replaced.told(name)}")
         super().__setattr__(name, value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeGuard
@@ -286,6 +287,11 @@ class TransposedLinear(_PlainProduct):
     @property
     def weight(self) -> Tensor:
         """The original's weight [in, out]; writes to it count."""
+        if sys._getframe(1).f_code.co_name == "set_module_tensor_to_device":  # it goes on to set it as [out, in]
+            raise UnsupportedCall(
+                "accelerate cannot set the weight of a Conv1D that was replaced: call model.load_state_dict, or "
+                "module.weight.copy_(values)"
+            )
         held: Any = self._parameters["weight"]
         return held.t()
 

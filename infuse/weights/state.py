@@ -47,6 +47,7 @@ class Original:
     """The replaced module at `path`: `shapes` of its tensors by its own names, and the fills made from them.
 
     `stored`: the names of each target in our module's own state dict; a quantized weight has several, codes first.
+    `buffers`: which of these tensors are no parameters.
     `dequantized` is set while quantized weights may be saved in `dtype`. It maps the address of their codes to the
     dequantized tensors, so that tied weights stay tied. `skeleton`: what is left of the replaced module.
     """
@@ -57,6 +58,7 @@ class Original:
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     bodies: Mapping[str, str]
+    buffers: frozenset[str] = frozenset()
     dequantized: WeakValueDictionary[int, Tensor] | None = None
     skeleton: Skeleton | None = None
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, compare=False)
@@ -79,8 +81,8 @@ class Original:
             with torch.inference_mode(False), torch.no_grad():
                 return self.save(module, state, prefix, metadata)
         self._refuse_parts("A state dict")
-        if any(self.stored[fill.target][0] not in self.shapes for fill in self.fills):
-            _refuse_offloading()
+        if any(self.stored[fill.target][0] not in self.shapes or fill.transposed for fill in self.fills):
+            _refuse_accelerate()
         held: dict[str, list[_Held]] = {}
         for fill in self.fills:
             target = self._target(fill, module, state, prefix)
@@ -179,6 +181,21 @@ class Original:
         tensors = [place._parameters.get(leaf, place._buffers.get(leaf)) for place, leaf in places]
         return [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
 
+    def tensor(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return the tensor `name` of the original, a parameter if it was one; None if it is not there as a whole."""
+        held: list[_Held] = []
+        for fill in (fill for fill in self.fills if name in fill.sources):
+            place, leaf = place_of(module, fill.target)
+            target = place._parameters.get(leaf, place._buffers.get(leaf))
+            if target is None or fill.format is not None or fill.cut is not None:
+                return None
+            numbers = [number for number, source in enumerate(fill.sources) if source == name]
+            held += [_Held(fill, number, target.detach()) for number in numbers]
+        if not held:
+            return None
+        made = self._source(name, held)
+        return made if name in self.buffers else nn.Parameter(made, target.requires_grad)
+
     def _on_its_own(self, name: str, tensor: Tensor) -> Tensor:
         """Give a piece of a merged matrix a storage of its own over the same memory.
 
@@ -223,6 +240,7 @@ class Original:
         """Load hook: replace the original's tensors in `state` with ours, and requantize quantized weights in place."""
         self._refuse_parts("load_state_dict")
         tensors = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
+        self._rename_ours(module, state, prefix)
         for name, wanted in self.shapes.items():
             if name in tensors and tuple(tensors[name].shape) != wanted:
                 shapes = f"the given shape is {tuple(tensors.pop(name).shape)}, the model's is {wanted}"
@@ -265,6 +283,15 @@ class Original:
             tensor = place._parameters.get(leaf, place._buffers.get(leaf))
             if tensor is not None:
                 state.setdefault(prefix + name, tensor.detach())
+
+    def _rename_ours(self, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+        """Rename our tensors in `state`, which torch.distributed names as `module.named_children` names their parts."""
+        places = {id(part): place for place, part in module._modules.items()}
+        shown = {places[id(part)]: path for path, part in module.named_children() if path != places[id(part)]}
+        for name in (name for names in self.stored.values() for name in names):
+            place, _, rest = name.partition(".")
+            if place in shown and (key := f"{prefix}{shown[place]}.{rest}") in state:
+                state[prefix + name] = state.pop(key)
 
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
         """True if `state` has, under our own name, the target made from `name`."""
@@ -317,19 +344,28 @@ def _stored(fill: Fill, module: nn.Module) -> tuple[str, ...]:
     return tuple(named(fill.target.rpartition(".")[0], leaf) for leaf in place._buffers)
 
 
-def _refuse_offloading() -> None:
-    """Raise UnsupportedCall if accelerate is the caller: it restores offloaded weights from the state dict.
+def _refuse_accelerate() -> None:
+    """Raise UnsupportedCall if accelerate is the caller and goes on to set tensors of modules by these names.
 
-    It would not find our merged weights there, after it has dropped them from the modules.
+    It would not find our merged weights there, after it has dropped or overwritten others.
     """
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "accelerate.big_modeling":
+    while frame is not None:
+        if frame.f_code.co_name == "load_checkpoint_in_model":
+            if frame.f_locals.get("device_map") is None:
+                return  # it loads a whole state dict
+            raise UnsupportedCall(
+                "accelerate cannot place a checkpoint by a device map in a model whose layers were replaced: their "
+                "weights are merged. Leave device_map out, or call model.load_state_dict, or "
+                "init_inference(..., checkpoint=FOLDER)"
+            )
+        if frame.f_globals.get("__name__") == "accelerate.big_modeling":
+            raise UnsupportedCall(
+                "accelerate cannot offload a model whose layers were replaced: their weights are merged. Keep the "
+                "model in memory, with smaller weights (quant=...) or over several ranks, or offload it without "
+                "init_inference"
+            )
         frame = frame.f_back
-    if frame is not None:
-        raise UnsupportedCall(
-            "accelerate cannot offload a model whose layers were replaced: their weights are merged. Keep the model in "
-            "memory, with smaller weights (quant=...) or over several ranks, or offload it without init_inference"
-        )
 
 
 def _in_memory(tensors: Mapping[str, Tensor], device: torch.device | None) -> Lookup:
@@ -363,7 +399,8 @@ def keep_names(
     sources = {name for fill in saved for name in fill.sources}
     stored = {fill.target: _stored(fill, new) for fill in saved}
     shapes = {name: shape for name, shape in shapes.items() if name in sources}
-    original = Original(path, saved, stored, shapes, dtype, bodies)
+    buffers = frozenset(name for name, _ in old.named_buffers(remove_duplicate=False))
+    original = Original(path, saved, stored, shapes, dtype, bodies, buffers)
     if before is not None:
         original.skeleton = Skeleton(old, before, shapes)
         original.share_memory(new)
@@ -374,12 +411,17 @@ def keep_names(
     new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
 
 
+def original_of(module: nn.Module) -> Original | None:
+    """Return what was replaced by `module`; None if it was not put in by us."""
+    hook: Any = module._state_dict_hooks.get(_KEY)  # type: ignore[call-overload]
+    return None if hook is None else hook.__self__
+
+
 def originals_in(model: nn.Module) -> Iterator[tuple[nn.Module, Original]]:
     """The modules of `model` that replaced others, each with what it replaced."""
     for module in model.modules():
-        hook: Any = module._state_dict_hooks.get(_KEY)  # type: ignore[call-overload]
-        if hook is not None:
-            yield module, hook.__self__
+        if (original := original_of(module)) is not None:
+            yield module, original
 
 
 def forget_names(module: nn.Module) -> None:
