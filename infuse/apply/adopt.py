@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from infuse.architectures.experts import experts_in
 from infuse.architectures.packing import Fill
@@ -44,6 +45,7 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
             _lead_inwards(new.get_submodule(name), name, mixer.replaces)
         for mixture in (part for part in new.children() if isinstance(part, MoE)):
             _settle(mixture, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
+        _keep_settings(new, old)
     for experts, place in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
         original = old.get_submodule(place)
         experts.named = NamedExperts.of(original)
@@ -107,10 +109,7 @@ def as_module(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> No
     """`adopt`, for a whole module of diffusers, which looks up blocks by their class."""
     adopt(new, old)
     new.replaces = type(old)  # type: ignore[assignment]
-    originals = dict(old.named_modules())
-    for place, part in new.named_modules():
-        if place in originals and isinstance(part, Settled):
-            _settle(part, originals[place])
+    _keep_settings(new, old)
 
 
 def nothing(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
@@ -121,9 +120,30 @@ def _experts(module: nn.Module) -> list[Experts]:
     return [part for part in module.modules() if isinstance(part, Experts)]
 
 
+def _keep_settings(new: nn.Module, old: nn.Module) -> None:
+    """Let the part of `new` at each path have the settings of the module of `old` that stood there."""
+    originals = dict(old.named_modules(remove_duplicate=False))
+    for path, part in new.named_modules():
+        original = originals.get(path)
+        if original is None or type(part) is type(original):
+            continue
+        for name, value in vars(original).items():
+            is_free = name not in vars(part) and not hasattr(type(part), name)
+            if is_free and not name.endswith("_hooks") and _holds_no_module(value):
+                object.__setattr__(part, name, value)
+        if isinstance(part, Settled):
+            _settle(part, original)
+
+
+def _holds_no_module(value: Any) -> bool:
+    """Whether a value, which may be a function or a list, keeps no tensor and no module of the original."""
+    kept = [getattr(each, "__self__", each) for each in tree_leaves(value)]
+    return not any(isinstance(each, (Tensor, nn.Module)) for each in kept)
+
+
 def _settle(new: Any, *originals: nn.Module) -> None:
     """Copy the plain settings of the modules that `new` replaces, and make `new` refuse other values for them."""
-    settled = set(type(new).settled)
+    settled = set(new.settled)
     for name, value in (item for original in originals for item in vars(original).items()):
         if not _is_setting(name, value):
             continue

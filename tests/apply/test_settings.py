@@ -1,0 +1,100 @@
+"""Settings of the modules of a replaced layer stay readable on the part that stands at their path."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infuse
+from tests.models.families import BY_NAME, FAMILIES, RELATIVES
+from tests.support.relatives import less
+from tests.support.side_by_side import original
+
+OF_MODULES = vars(nn.Module()).keys()
+
+
+def replaced(name: str, **keys: Any) -> infuse.InferenceEngine:
+    keys = {"dtype": torch.float32, "verify": "off", "progress": False, **keys}
+    return infuse.init_inference(BY_NAME[name].make(), **keys)
+
+
+def at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides its modules, tensors and hooks."""
+    held = {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+    return {name: value for name, value in held.items() if not isinstance(value, (Tensor, nn.Module))}
+
+
+def in_both(wanted: nn.Module, engine: infuse.InferenceEngine, model: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The modules of each layer of the original, with the part at the same path."""
+    for path in (step.path for step in engine.plan.steps if step.depth == "block"):
+        for place, module in wanted.get_submodule(path).named_modules(prefix=path, remove_duplicate=False):
+            if isinstance(part := at(model, place), nn.Module):
+                yield module, part
+
+
+@pytest.mark.parametrize("name", less(RELATIVES, [family.name for family in FAMILIES]))
+def test_settings_are_those_of_the_original(name: str) -> None:
+    engine, seen = replaced(name), 0
+    for module, part in in_both(original(name), engine, engine.module):
+        for setting, value in settings(module).items():
+            found, seen = getattr(part, setting), seen + 1
+            assert type(found) is type(value), (type(module).__name__, setting)
+            if isinstance(value, (int, float, str, tuple, list, torch.dtype)):
+                assert found == value, (type(module).__name__, setting)
+            if hasattr(value, "to_dict"):
+                assert found.to_dict().keys() == value.to_dict().keys()
+    assert seen or not any(step.depth == "block" for step in engine.plan.steps)
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+@pytest.mark.parametrize("name", ["llama", "bert", "mixtral", "bloom"])
+def test_copies_have_them(name: str, quant: str | None) -> None:
+    engine = replaced(name, quant=quant)
+    for model in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+        for module, part in in_both(original(name), engine, model):
+            assert all(hasattr(part, setting) for setting in settings(module))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "setting"),
+    [
+        ("llama", "model.layers.0.mlp", "hidden_size"),
+        ("llama", "model.layers.0.self_attn", "head_dim"),
+        ("bert", "bert.encoder.layer.0.attention", "is_cross_attention"),
+        ("bloom", "transformer.h.0.mlp", "slow_but_exact"),
+        ("mixtral", "model.layers.0.mlp", "top_k"),
+        ("mixtral", "model.layers.0.mlp.experts", "num_experts"),
+        ("gemma4-experts", "model.layers.0.experts", "num_experts"),
+    ],
+)
+def test_another_value_is_refused(name: str, path: str, setting: str) -> None:
+    part: Any = replaced(name).module.get_submodule(path)
+    value = getattr(part, setting)
+    setattr(part, setting, value)
+    with pytest.raises(infuse.UnsupportedCall, match=f"was replaced while {setting} was {value}"):
+        setattr(part, setting, not value if isinstance(value, bool) else value + 1)
+    assert getattr(part, setting) == value
+
+
+def test_nothing_keeps_the_modules_that_were_replaced() -> None:
+    model: Any = BY_NAME["llama"].make()
+    gone = [ref(module) for module in model.model.layers[0].modules()]
+    model.model.layers[0].mlp.function = torch.nn.functional.silu
+    infuse.init_inference(model, dtype=torch.float32, verify="off", progress=False)
+    gc.collect()
+    assert not any(each() for each in gone)
+    assert model.model.layers[0].mlp.function is torch.nn.functional.silu
