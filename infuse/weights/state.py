@@ -84,12 +84,16 @@ class Original:
         if any(self.stored[fill.target][0] not in self.shapes or fill.transposed for fill in self.fills):
             _refuse_accelerate()
         held: dict[str, list[_Held]] = {}
+        gone: set[str] = set()
         for fill in self.fills:
             target = self._target(fill, module, state, prefix)
-            if target is not None:
-                for number, name in enumerate(fill.sources):
-                    held.setdefault(name, []).append(_Held(fill, number, target))
-        state.update({prefix + name: self._source(name, held[name]) for name in self.shapes if name in held})
+            if target is None:
+                gone.update(fill.sources)
+                continue
+            for number, name in enumerate(fill.sources):
+                held.setdefault(name, []).append(_Held(fill, number, target))
+        there = [name for name in self.shapes if name in held and name not in gone]
+        state.update({prefix + name: self._source(name, held[name]) for name in there})
 
     def _source(self, name: str, held: list[_Held]) -> Tensor:
         """Return the tensor `name` of the original, of which each of `held` has values: a view if that is possible."""
