@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from transformers.trainer_utils import load_sharded_checkpoint
 
 import infuse
 from tests.models.families import BY_NAME, inputs
@@ -117,6 +118,16 @@ def test_accelerate_loads_a_checkpoint_whole_or_is_refused(name: str, tmp_path: 
         load(model, str(tmp_path))
         model.tie_weights()
         assert_alike(model, other, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_shards(name: str, tmp_path: Path) -> None:
+    """One after the other, so that matrices merged of tensors of several files are filled in parts."""
+    model, other = replaced(name), changed(name)
+    other.save_pretrained(tmp_path, max_shard_size="20KB", save_original_format=False)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    load_sharded_checkpoint(model, str(tmp_path), strict=False)
+    assert_alike(model, other, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
