@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from infuse.architectures.experts import experts_in
+from infuse.architectures.inner_call import InnerCall
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.layers.block import Block
@@ -19,6 +21,8 @@ from infuse.layers.linear import TransposedLinear
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
+from infuse.plan.step import Step
+from infuse.reading.inner_calls import inner_calls
 from infuse.reading.keywords import unread_by
 
 
@@ -93,26 +97,46 @@ def _lead_inwards(part: nn.Module, name: str, paths: tuple[str, ...]) -> None:
             object.__setattr__(part, inner, part)  # not a child of its own
 
 
-def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+def as_part(new: nn.Module, old: nn.Module, step: Step) -> None:
     """`adopt`, for a linear, an embedding or experts."""
     adopt(new, old)
 
 
-def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
-    """`adopt`, and make the block accept the keywords that the layer never reads."""
+def as_block(new: nn.Module, old: nn.Module, step: Step) -> None:
+    """`adopt`, and make the block accept the keywords that the layer never reads, and call its parts as the layer does."""
     assert isinstance(new, Block), new
     new.ignore(unread_by(old))
+    new.call_parts(_calls(new, old, step.fills))
     adopt(new, old)
 
 
-def as_module(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+def _calls(new: Block, old: nn.Module, fills: Iterable[Fill]) -> dict[str, InnerCall]:
+    """How the layer calls the modules that the block's parts stand for; without those that are unclear."""
+    if new.shape.call.ends:  # the block calls parts for each text, the layer for all texts at once
+        return {}
+    modules = dict(old.named_modules())
+    places = {name: mixer.replaces[0] for name, mixer in new.shape.mixers.items() if mixer.replaces}
+    places |= {name: name for name, _ in new.shape.held if name not in new.shape.mixers and name in modules}
+    found = inner_calls(old, places.values())
+    last = {fill.target: fill.sources[0] for fill in fills}
+    over = {step.part: step.over for step in new.shape.program if step.over in new.shape.call.values}
+    calls: dict[str, InnerCall] = {}
+    for name, place in places.items():
+        source, call = last.get(f"{name}.out.weight"), found.get(place)
+        if call is not None:
+            outside = source is not None and not source.startswith(f"{place}.")
+            calls[name] = replace(call, before_last=outside, over=over.get(name, ""))
+    return calls
+
+
+def as_module(new: nn.Module, old: nn.Module, step: Step) -> None:
     """`adopt`, for a whole module of diffusers, which looks up blocks by their class."""
     adopt(new, old)
     new.replaces = type(old)  # type: ignore[assignment]
     _keep_settings(new, old)
 
 
-def nothing(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+def nothing(new: nn.Module, old: nn.Module, step: Step) -> None:
     """Do nothing: the layer keeps its forward, and its new linears adopt the old ones when they are put in."""
 
 

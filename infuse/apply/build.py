@@ -67,11 +67,11 @@ class Made:
 class Making:
     """How to make modules of one kind: `build` makes one without values, `adopt` lets it replace the old one.
 
-    `adopt` gets the new and the old module, and the model with the old one's path.
+    `adopt` gets the new and the old module.
     """
 
     build: Callable[[Step, torch.dtype, Group], nn.Module]
-    adopt: Callable[[nn.Module, nn.Module, nn.Module, str], None]
+    adopt: Callable[[nn.Module, nn.Module, Step], None]
 
     def empty(self, step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
         """Build the module of `step` on meta, for a model in `dtype`. `group`: the ranks that share the module."""
@@ -112,7 +112,7 @@ class Builder:
             self._fill(step, module, fills, dtype or like(old).dtype, old)
         module.train(False)
         if empty is None:
-            making.adopt(module, old, self.source.model, step.path)
+            making.adopt(module, old, step)
         else:
             require_grad(module, old)
         if made is not None:

@@ -45,7 +45,7 @@ _BIASES = (NoPosition, PassedScores, RelativeBias)  # nothing, or what is added 
 class Attention(Mixer[AttentionShape], NativeMixer):
     """Compute residual + attention(norm(x)); norm and residual are optional and run inside the products if they fuse.
 
-    `forward` returns (output [B, T, C], weights [B, H, T, L] or None).
+    `mix` returns (output [B, T, C], weights [B, H, T, L] or None).
     """
 
     struct, mixed, calls_named = "attention", True, True
@@ -80,9 +80,26 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         self._appends_at_place = bodies.get("rotary_append", ops.REFERENCE) != "cpu"
         self._counts_keys = bodies.get("attention") == "triton"
 
-    def forward(
+    def mix(
         self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        out, gate, weights = self._attended(x_BTC, inputs, norm)
+        return self._projected(out, gate, residual), weights
+
+    def mix_before_last(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """What `projected` takes, and the weights."""
+        out, gate, weights = self._attended(x_BTC, inputs, None)
+        assert gate is None, self.shape.name
+        return out, weights
+
+    def projected(self, out_BTN: Tensor) -> Tensor:
+        """Multiply the heads with the last matrix."""
+        return self._projected(out_BTN, None, None)
+
+    def _attended(
+        self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The heads [B, T, H D] (or of real tokens alone), their gate and the weights."""
         shape, packed = self.shape, inputs.packed
         parts: dict[str, Any] = self._modules
         positions: Positions = parts["positions"]
@@ -98,7 +115,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         qkv_BTND = qkv.view(batch, tokens, self._all_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
-            return self._projected(out, gate, residual), weights
+            return out, gate, weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         causal = shape.causal if inputs.causal is None else inputs.causal
         if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
@@ -132,7 +149,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         out = out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)
         if packed is not None:
             out = packed.taken(out)
-        return self._projected(out, gate, residual), weights
+        return out, gate, weights
 
     def _products(self, x_BTC: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """Queries, keys and values of norm(x), and the output gate, if there is one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
+from infuse.architectures.inner_call import BIAS, InnerCall
 from infuse.architectures.layer import BIASED, LISTED, NOTHING_UNREAD, READING, SINGLE, TUPLE, LayerShape, Unread
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
@@ -26,6 +27,7 @@ from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
+from infuse.layers.called_part import CalledPart, has_listeners
 from infuse.layers.cache import KVCache, keys_in, pair_of, reads_keywords, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
@@ -96,7 +98,8 @@ class Block(InferenceModule):
             norms = [step.norm for step in of_few if step.norm]
             self._steps_of_few = compiled(of_few, self.reduce)
             self._passed_by = {*self._mixers, *self._products, *(norm for norm in norms if norms.count(norm) > 1)}
-            self._forwards = [(name, type(parts[name]).forward) for name in (*self._mixers, *self._products)]
+            computing = [*product(self._mixers, ("forward", "mix")), *((name, "forward") for name in self._products)]
+            self._computations = [(name, how, getattr(type(parts[name]), how)) for name, how in computing]
         self._one_call, self._runs_in_parts = make_one_call(self, self._program, bodies, index)
         mixers = shape.mixers.values()
         self._heads = max((mixer.all_heads for mixer in mixers), default=1)
@@ -111,6 +114,7 @@ class Block(InferenceModule):
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values, *shape.call.unread}
         self._served |= {*filter(None, (self._bias_argument, shape.call.ends))}
         self._unread = NOTHING_UNREAD
+        self._calls: Mapping[str, InnerCall] = {}
 
     def extra_repr(self) -> str:
         return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
@@ -187,7 +191,7 @@ class Block(InferenceModule):
         packed = None
         # A traced graph needs the parts as separate ops and must not depend on a mask's values.
         if inputs.more is None and not is_compiling():
-            if self._skips_padding:
+            if self._skips_padding and not any(map(has_listeners, self._modules.values())):
                 packed = real_tokens(inputs.mask, self._inverted_mask, hidden_states)
             if packed is None and self._one_call is not None:
                 mixer = self._modules[self._mixers[0]] if self._mixers else None
@@ -198,15 +202,15 @@ class Block(InferenceModule):
         if packed is not None:
             x, inputs = packed.taken(x), inputs._replace(packed=packed)
         steps = self._chosen(x) if self._count(inputs) == len(self._mixers) else self._steps_without_states
-        out, weights = run(steps, self._modules, x, inputs)
+        out, weights, bias = run(steps, self._modules, x, inputs)
         if packed is not None:
             out = packed.spread(out)
-        return out, weights, inputs.bias
+        return out, weights, bias
 
-    def _inputs(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Inputs:
-        """What the parts take of a call's arguments."""
+    def _inputs(self, hidden_states: Tensor, kwargs: dict[str, Any], part: Any = None) -> Inputs:
+        """What the parts take of a call's arguments, or this part alone."""
         parts: dict[str, Any] = self._modules
-        first, more = parts[self._mixers[0]] if self._mixers else None, None
+        first, more = (parts[self._mixers[0]] if self._mixers else None) if part is None else part, None
         if not (kwargs.keys() <= self._served and (first is None or names_ours(first))):
             more = self._arguments_of_named(kwargs)
         given = kwargs.get
@@ -248,7 +252,30 @@ class Block(InferenceModule):
             more,
             {name: given(name) for name in self._values} if self._values else _NO_VALUES,
             pair,
+            kwargs,
+            self._calls,
         )
+
+    def call_parts(self, calls: Mapping[str, InnerCall]) -> None:
+        """Let parts be called as the original calls its modules."""
+        self._calls = dict(calls)
+        for name, call in calls.items():
+            part = self._modules[name]
+            if isinstance(part, CalledPart):
+                part.is_as(call, self)
+
+    def of_part(self, part: CalledPart, hidden_states: Tensor, residual: Any, kwargs: dict[str, Any]) -> Any:
+        """What the original's module in place of `part` returns for these arguments of the layer."""
+        call = part.inner_call
+        assert call is not None
+        inputs = self._inputs(hidden_states, kwargs, part)
+        over = (inputs.values[call.over],) if call.over else ()
+        returned = (part.mix_before_last if call.before_last else part.mix)(hidden_states, inputs, *over)
+        output, *weights = returned if isinstance(returned, tuple) else (returned,)
+        bias = inputs.bias
+        if call.over and BIAS in call.returns:  # T5 has none for states
+            bias = output.new_zeros(1, part.shape.all_heads, hidden_states.shape[1], over[0].shape[1])
+        return call.returned(output if residual is None else output + residual, weights, bias)
 
     def _other_cache(self, cache: Any, kwargs: dict[str, Any]) -> Any:
         """The cache that the parts take, if it is not ours alone. UnsupportedCall for one that is none."""
@@ -302,8 +329,8 @@ class Block(InferenceModule):
         few, parts = self._steps_of_few, self._modules
         if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or has_global_hooks():
             return self._steps
-        for name, forward in self._forwards:
-            if type(parts[name]).forward is not forward:  # type: ignore[union-attr]
+        for name, how, function in self._computations:
+            if getattr(type(parts[name]), how, None) is not function:
                 return self._steps
         passed_by: Any = (parts[name] for name in self._passed_by)
         return few if all(map(has_no_hooks, passed_by)) else self._steps

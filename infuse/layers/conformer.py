@@ -22,6 +22,7 @@ from infuse.architectures.conformer import (
 )
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
+from infuse.layers.called_part import CalledPart
 from infuse.layers.disentangled import placed_by_distance
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
@@ -33,7 +34,7 @@ from infuse.layers.position import additive, missing
 
 
 class RelativeAttention(Mixer[RelativeAttentionShape]):
-    """`forward` returns (output [B, T, C], weights [B, H, T, T] or None)."""
+    """`mix` returns (output [B, T, C], weights [B, H, T, T] or None)."""
 
     calls_named = True
 
@@ -50,7 +51,7 @@ class RelativeAttention(Mixer[RelativeAttentionShape]):
             self.register_parameter(name, nn.Parameter(torch.empty(size), requires_grad=False))
         self._attend = ops.attention.bound(context.bodies.get("attention", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         shape = self.shape
         parts: dict[str, Any] = self._modules
         if inputs.cache is not None or inputs.causal:
@@ -150,7 +151,7 @@ class BatchNorm(InferenceModule):
         return F.batch_norm(x_BCT.float(), mean, var, weight, bias, False, 0.0, self._eps).to(x_BCT.dtype)
 
 
-class Convolution(InferenceModule):
+class Convolution(CalledPart):
     """Compute down(act(norm(depthwise(glu(up(x)))))), with zeros in the place of padding."""
 
     def __init__(self, shape: ConvolutionShape, context: BuildContext):
@@ -169,7 +170,7 @@ class Convolution(InferenceModule):
         self.norm = BatchNorm(shape.norm) if of_batches else Norm(shape.norm, context.bodies)  # type: ignore[arg-type]
         self._act = ops.activation.bound(context.bodies.get("activation", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs, mask_BT: Tensor | None = None) -> tuple[Tensor, None]:
+    def mix(self, x_BTC: Tensor, inputs: Inputs, mask_BT: Tensor | None = None) -> tuple[Tensor, None]:
         """Return the branch [B, T, C], and no attention weights. `mask_BT`: nonzero for frames, zero for padding."""
         shape = self.shape
         parts: dict[str, Any] = self._modules

@@ -30,7 +30,7 @@ _BIAS = "position_bias"  # T5's keyword for attention functions
 
 
 class CrossAttention(Mixer[CrossAttentionShape], NativePart):
-    """`forward` returns (output [B, T, C], weights [B, H, T, L] or None)."""
+    """`mix` returns (output [B, T, C], weights [B, H, T, L] or None)."""
 
     struct, mixed, calls_named, reads_states = "cross_attention", True, True, True
 
@@ -40,7 +40,7 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
         self.q, self.k, self.v, self.out = (context.linear(matrix) for matrix in shape.matrices)
         self._attend = ops.attention.bound(context.bodies.get("attention", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         shape, (batch, tokens, _) = self.shape, x_BTC.shape
         k, v = self._keys_and_values(inputs, states_BLC, batch)
         mask, weights = self._mask(inputs, k.shape[2]), None

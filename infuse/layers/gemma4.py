@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.gemma4 import PER_LAYER, LayerScalarShape, PerLayerInputShape
 from infuse.layers.build_context import BuildContext
+from infuse.layers.called_part import CalledPart
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
@@ -21,7 +22,7 @@ from infuse.layers.position import missing
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 
-class PerLayerInput(InferenceModule, NativePart):
+class PerLayerInput(CalledPart, NativePart):
     """Compute projection(act(gate(x)) * what the model passes for this layer)."""
 
     struct, takes_value = "layer_input", True
@@ -33,7 +34,7 @@ class PerLayerInput(InferenceModule, NativePart):
         self._act = ops.activation.bound(context.bodies.get("activation", ops.REFERENCE))
         self._activation = shape.activation
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs, of_layer_BTP: Tensor | None) -> tuple[Tensor, None]:
+    def mix(self, x_BTC: Tensor, inputs: Inputs, of_layer_BTP: Tensor | None) -> tuple[Tensor, None]:
         """Return the branch [B, T, C], and no attention weights."""
         if of_layer_BTP is None:
             raise missing(PER_LAYER)

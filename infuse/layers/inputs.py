@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from infuse.architectures.inner_call import InnerCall
+
 
 class Packed(NamedTuple):
     """Row indices of the real tokens in [B T] of a padded batch. Norms and linears run only on these."""
@@ -34,7 +36,8 @@ class Inputs(NamedTuple):
 
     `more` is None if our own op computes the attention. Otherwise it holds every keyword argument that the layer itself
     does not consume, for the attention function that the config names. `values`: what steps read by name. `pair`: the
-    EncoderDecoderCache of which `cache` is the first half.
+    EncoderDecoderCache of which `cache` is the first half. `given`: the layer's arguments by name, and `calls`: how the
+    original calls its modules, for parts that are heard (called_part.py).
     """
 
     mask: Tensor | None
@@ -49,3 +52,5 @@ class Inputs(NamedTuple):
     more: Mapping[str, Any] | None = None
     values: Mapping[str, Any] = MappingProxyType({})
     pair: Any = None
+    given: Mapping[str, Any] = MappingProxyType({})
+    calls: Mapping[str, InnerCall] = MappingProxyType({})

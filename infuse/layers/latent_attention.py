@@ -33,7 +33,7 @@ _EXPANDS_FASTER = 10
 
 
 class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
-    """`forward` returns (output [B, T, C], weights [B, H, T, L] or None)."""
+    """`mix` returns (output [B, T, C], weights [B, H, T, L] or None)."""
 
     struct, mixed, calls_named = "latent_attention", True, True
 
@@ -50,7 +50,7 @@ class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
         self._attend_latents = ops.latent_attention.bound(bodies.get("latent_attention", ops.REFERENCE))
         self._most_absorbed = most_absorbed(shape)
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         shape = self.shape
         parts: dict[str, Any] = self._modules
         batch, tokens, _ = x_BTC.shape

@@ -28,9 +28,9 @@ from infuse.ops.cache_rows import values_of
 
 
 class MergedAttention(Attention):
-    """`forward` returns (output [B, T, C], weights of tokens [B, H, T, L - S] and of states [B, H, T, S], or None)."""
+    """`mix` returns (output [B, T, C], weights of tokens [B, H, T, L - S] and of states [B, H, T, S], or None)."""
 
-    def forward(  # type: ignore[override]
+    def mix(  # type: ignore[override]
         self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         shape, (batch, tokens, _) = self.shape, x_BTC.shape

@@ -13,7 +13,7 @@ from infuse.architectures.part import MixerShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
-from infuse.layers.gradient import InferenceModule
+from infuse.layers.called_part import CalledPart
 from infuse.layers.inputs import Inputs
 from infuse.layers.named_attention import attribute
 from infuse.layers.recurrence_slot import ForeignStates, StateSlot
@@ -23,11 +23,11 @@ from infuse.layers.states_slot import MadeSlot
 Shape = TypeVar("Shape", bound=MixerShape)
 
 
-class Mixer(InferenceModule, Generic[Shape]):
-    """An attention or a recurrence of a block, called with the new tokens [B, T, C] and the call's other inputs.
+class Mixer(CalledPart, Generic[Shape]):
+    """An attention or a recurrence of a block.
 
-    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None), or the output alone, as hooks on the
-    original get it. A step over another value, such as encoder states, passes it as a third argument. State between
+    `mix` takes the new tokens [B, T, C] and the call's other inputs, and returns (output [B, T, C], attention weights
+    [B, H, T, L] or None), or the output alone. A step over another value, such as encoder states, passes it as a third argument. State between
     calls is in the slot of `index` in the cache.
     """
 

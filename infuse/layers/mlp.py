@@ -36,8 +36,8 @@ class MLP(Settled, NativePart):
         self.down = (replace(context, bodies={}) if shape.wide else context).linear(down)
         self.add_module("norm", Norm(shape.norm, bodies) if shape.norm else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fused(x, None, None)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(x, None, residual)
 
     def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
         """Compute residual + self(norm(x)), in two ops if the modules inside have no hooks."""

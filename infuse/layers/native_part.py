@@ -86,13 +86,13 @@ class NativeMixer(NativePart):
 
 class Node(NamedTuple):
     """A module of a program, and what it must still be in a call: of the class `wanted`, or, if that is None, of one
-    with this `forward`.
+    with this `computation`.
     """
 
     owner: int  # index of the owner among the roots and nodes; the roots come first
     name: str
     wanted: type | None
-    forward: Any = None
+    computation: Any = None
 
 
 class Place(NamedTuple):
@@ -186,7 +186,7 @@ class ProgramText:
     def node(self, owner: int, name: str, part: Any) -> int:
         """Add the module `name` of another node, or its absence."""
         if isinstance(part, NativePart) and part.mixed:
-            self.nodes.append(Node(owner, name, None, type(part).forward))  # type: ignore[attr-defined]
+            self.nodes.append(Node(owner, name, None, computation(type(part))))
         else:
             self.nodes.append(Node(owner, name, type(part)))
         return self.roots + len(self.nodes) - 1
@@ -322,7 +322,12 @@ def decline_if(reasons: Mapping[str, Any]) -> None:
 def overrides_forward(part: Any) -> bool:
     """Whether the class of a part overrides the forward of the class that wrote how C++ runs it."""
     writer: Any = next(kind for kind in type(part).__mro__ if "native" in vars(kind))
-    return type(part).forward is not writer.forward
+    return computation(type(part)) != computation(writer)
+
+
+def computation(kind: Any) -> tuple[Any, Any]:
+    """What instances of a class compute with: their forward and, of a CalledPart, its `mix`."""
+    return getattr(kind, "forward", None), getattr(kind, "mix", None)
 
 
 def _word(value: Any) -> str:

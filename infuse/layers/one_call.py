@@ -18,7 +18,7 @@ from infuse.architectures.program import ATTENTION, Program
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks, rounds_activations
-from infuse.layers.native_part import ENCODER, FEW_TOKENS, NativeInputs, NotNative, ProgramText
+from infuse.layers.native_part import ENCODER, FEW_TOKENS, NativeInputs, NotNative, ProgramText, computation
 from infuse.native import limits
 from infuse.ops.cpu.linear import takes_tiles
 from infuse.ops.cpu.program import NativeProgram
@@ -61,10 +61,10 @@ class OneCall:
     def _find(self, roots: Sequence[nn.Module]) -> WatchedModules | None:
         """Find the modules of the call; None if one has been exchanged for another kind."""
         program, modules = self._program, [*roots]  # and all nodes
-        for owner, name, wanted, forward in program.nodes:
+        for owner, name, wanted, computes in program.nodes:
             part: Any = modules[owner]._modules.get(name)
             kind: Any = type(part)
-            if kind is not wanted and (wanted is not None or getattr(kind, "forward", None) is not forward):
+            if kind is not wanted and (wanted is not None or computation(kind) != computes):
                 return None
             modules.append(part)
         named = modules[program.roots :]

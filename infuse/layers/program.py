@@ -50,6 +50,7 @@ from infuse.architectures.program import (
     Program,
     Step,
 )
+from infuse.layers.called_part import has_listeners, heard, heard_mlp, is_heard
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.norm import Norm
@@ -101,12 +102,14 @@ def compiled_streams(program: Program) -> tuple[Run, ...]:
     return tuple(_of_streams(step) for step in program)
 
 
-def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tuple[Tensor, list[Tensor | None]]:
-    """Run a layer's program on x. Return its output and the weights of each attention."""
+def run(
+    steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    """Run a layer's program on x. Return its output, the weights of each attention and the bias of their scores."""
     stream = Stream(x, inputs)
     for step in steps:
         step(stream, parts)
-    return stream.x, stream.weights
+    return stream.x, stream.weights, stream.inputs.bias
 
 
 # ---- steps of one stream
@@ -140,20 +143,23 @@ def _norm_of_wide(name: str, s: Stream, parts: Parts) -> None:
 
 
 def _mix(name: str, s: Stream, parts: Parts) -> None:
-    returned = parts[name](s.y, s.inputs)
+    part = parts[name]
+    returned = heard(name, part, s) if is_heard(part) else part.mix(s.y, s.inputs)
     made, weights, *_ = returned if isinstance(returned, tuple) else (returned, None)
     s.weights.append(weights)
     s.branch = made if s.branch is None else s.branch + made
 
 
 def _over(name: str, over: str, s: Stream, parts: Parts) -> None:
-    made, weights = parts[name](s.y, s.inputs, s.inputs.values[over])
+    part, value = parts[name], s.inputs.values[over]
+    made, weights = heard(name, part, s, value) if is_heard(part) else part.mix(s.y, s.inputs, value)
     s.weights.append(weights)
     s.branch = made if s.branch is None else s.branch + made
 
 
 def _mlp(name: str, s: Stream, parts: Parts) -> None:
-    made = direct(parts[name], s.y)
+    part = parts[name]
+    made = heard_mlp(name, part, s) if has_listeners(part) else part.forward(s.y)
     s.branch = made if s.branch is None else s.branch + made
 
 
@@ -163,7 +169,7 @@ def _mlp_with_mask(name: str, s: Stream, parts: Parts) -> None:
 
 
 def _folded_attention(name: str, norm: str, s: Stream, parts: Parts) -> None:
-    s.branch, weights = parts[name].forward(s.x, s.inputs, parts[norm] if norm else None, s.branch)
+    s.branch, weights = parts[name].mix(s.x, s.inputs, parts[norm] if norm else None, s.branch)
     s.weights.append(weights)
 
 

@@ -20,6 +20,13 @@ def has_active_hooks(module: nn.Module) -> bool:
     return bool(hooks) and not all(map(_is_idle, hooks.values()))
 
 
+def has_recorders_alone(module: nn.Module) -> bool:
+    """Whether the module's hooks are transformers' recorders, which look at the first argument and the result."""
+    hooks = module._forward_hooks.values()
+    alone = all(getattr(hook, "__module__", None) == _RECORDERS for hook in hooks)
+    return alone and not module._forward_pre_hooks and "forward" not in vars(module)
+
+
 def _is_idle(hook: Callable[..., Any]) -> bool:
     """Whether it is a recorder while nothing is recorded. A version of transformers that works otherwise: never."""
     if getattr(hook, "__module__", None) != _RECORDERS:

@@ -62,7 +62,7 @@ class Recurrent(Mixer[Shape], NativeMixer):
         """What the convolution sees, [B, T, C]."""
         raise NotImplementedError
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
         tokens, mask = x_BTC.shape[1], self.mask_of(inputs)
         slot, states = self.begin(x_BTC, inputs)
         made = self.projected(self.masked(x_BTC, mask))

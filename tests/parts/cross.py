@@ -130,7 +130,7 @@ class CrossLayerOfOurs(Mixer[CrossShape]):
         self.q, self.kv, self.out = (context.linear(matrix) for matrix in shape.matrices)
         self.computed = 0  # keys and values, how often
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         k, v = self.made_once(inputs, states_BLC, self.keys_and_values)
         q = direct(self.q, x_BTC).unflatten(-1, (self.shape.heads, WIDTH)).transpose(1, 2)
         return direct(self.out, scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), None

@@ -134,7 +134,7 @@ class LatentLayerOfOurs(Mixer[LatentShape]):
         self.q, self.compress, self.expand, self.out = (context.linear(matrix) for matrix in shape.matrices)
         self.norm = NormLayer(shape.norm, context.bodies)
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs, *_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs, *_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         batch, tokens, _ = x_BTC.shape
         assert inputs.position_embeddings is not None
         cos, sin = (each[:, None] for each in inputs.position_embeddings)

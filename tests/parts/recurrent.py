@@ -149,7 +149,7 @@ class RecurrentLayerOfOurs(Mixer[RecurrentShape]):
         self.conv = nn.Parameter(torch.empty(3 * shape.heads * WIDTH, TAPS), requires_grad=False)
         self.decay = nn.Parameter(torch.empty(shape.heads), requires_grad=False)
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs, *_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+    def mix(self, x_BTC: Tensor, inputs: Inputs, *_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         batch, tokens, _ = x_BTC.shape
         slot = self.states(inputs)
         before = {} if slot is None else dict(slot.begin(batch, tokens, self.filler))

@@ -152,8 +152,8 @@ def test_a_layer_that_computes_something_else_is_refused(family: MadeUp) -> None
     ((shape, layer),) = family.file.LAYERS.items()
 
     class Wrong(layer):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any) -> tuple[Tensor, None]:
-            return super().forward(*args)[0] * 1.5, None
+        def mix(self, *args: Any) -> tuple[Tensor, None]:
+            return super().mix(*args)[0] * 1.5, None
 
     parts.register(shape, Wrong)  # in place of the other one
     with pytest.raises(infuse.ProofError, match=r"model\.layers\.0"):
