@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -110,23 +110,34 @@ def as_block(new: nn.Module, old: nn.Module, step: Step) -> None:
     adopt(new, old)
 
 
-def _calls(new: Block, old: nn.Module, fills: Iterable[Fill]) -> dict[str, InnerCall]:
-    """How the layer calls the modules that the block's parts stand for; without those that are unclear."""
-    if new.shape.call.ends:  # the block calls parts for each text, the layer for all texts at once
-        return {}
+def _calls(new: Block, old: nn.Module, fills: Sequence[Fill]) -> dict[str, InnerCall | None]:
+    """How the layer calls the modules that the block's parts stand for; None if that is unclear."""
     modules = dict(old.named_modules())
     places = {name: mixer.replaces[0] for name, mixer in new.shape.mixers.items() if mixer.replaces}
     places |= {name: name for name, _ in new.shape.held if name not in new.shape.mixers and name in modules}
-    found = inner_calls(old, places.values())
-    last = {fill.target: fill.sources[0] for fill in fills}
+    calls: dict[str, InnerCall | None] = dict.fromkeys(places)
+    if new.shape.call.ends:  # the block calls parts for each text, the layer for all texts at once
+        return calls
     over = {step.part: step.over for step in new.shape.program if step.over in new.shape.call.values}
-    calls: dict[str, InnerCall] = {}
-    for name, place in places.items():
-        source, call = last.get(f"{name}.out.weight"), found.get(place)
-        if call is not None:
-            outside = source is not None and not source.startswith(f"{place}.")
-            calls[name] = replace(call, before_last=outside, over=over.get(name, ""))
+    for name, call in inner_calls(old, places.values()).items():
+        for part in (part for part, place in places.items() if place == name):
+            outside = _made_outside(part, old, name, fills)
+            if outside <= {"out"} and getattr(new.shape.mixers.get(part), "factors", None) is None:
+                calls[part] = replace(call, before_last=bool(outside), over=over.get(part, ""))
     return calls
+
+
+def _made_outside(part: str, old: nn.Module, place: str, fills: Sequence[Fill]) -> set[str]:
+    """The matrices and parameters of a part that the module at `place` does not hold, and of the block those that it
+    holds beside them: where there are more than the last matrix, their results differ.
+    """
+    inside, own = f"{place}.", f"{part}."
+    outside = set[str]()
+    for fill in fills:
+        is_own, targets = fill.target.startswith(own), fill.target.removeprefix(own).rpartition(".")[0]
+        if is_own != all(source.startswith(inside) for source in fill.sources):
+            outside.add(targets if is_own else fill.target)
+    return outside
 
 
 def as_module(new: nn.Module, old: nn.Module, step: Step) -> None:

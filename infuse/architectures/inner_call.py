@@ -32,7 +32,7 @@ class InnerCall:
     `rest`: it also gets each keyword of the layer that is not in `taken`, the layer's own arguments. `parameters`: what
     the module's forward takes by position. `returns`: the elements of the tuple that it returns; `alone`: it returns
     the one element itself. `before_last`: its output is what attention's last matrix takes. `over`: the layer's
-    argument with the states that it attends to.
+    argument with the states that it attends to. `always_weights`: it returns them whether or not they are asked for.
     """
 
     path: str
@@ -44,6 +44,7 @@ class InnerCall:
     taken: frozenset[str] = frozenset()
     before_last: bool = False
     over: str = ""
+    always_weights: bool = False
 
     @property
     def adds_residual(self) -> bool:
@@ -96,7 +97,9 @@ class InnerCall:
         if self.alone:
             return output
         each = iter(weights)
-        return tuple(next(each, None) if name == WEIGHTS else output if name == OUTPUT else bias for name in self.returns)
+        return tuple(
+            next(each, None) if name == WEIGHTS else output if name == OUTPUT else bias for name in self.returns
+        )
 
     def taken_from(self, returned: Any) -> tuple[Any, Any, Any]:
         """Output, weights and bias in what the module, or a hook on it, returned."""

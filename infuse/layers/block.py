@@ -114,7 +114,7 @@ class Block(InferenceModule):
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values, *shape.call.unread}
         self._served |= {*filter(None, (self._bias_argument, shape.call.ends))}
         self._unread = NOTHING_UNREAD
-        self._calls: Mapping[str, InnerCall] = {}
+        self._calls: Mapping[str, InnerCall | None] = {}
 
     def extra_repr(self) -> str:
         return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
@@ -256,19 +256,21 @@ class Block(InferenceModule):
             self._calls,
         )
 
-    def call_parts(self, calls: Mapping[str, InnerCall]) -> None:
-        """Let parts be called as the original calls its modules."""
+    def call_parts(self, calls: Mapping[str, InnerCall | None]) -> None:
+        """Let parts be called as the original calls the modules in whose place they are; None if that is unclear."""
         self._calls = dict(calls)
         for name, call in calls.items():
             part = self._modules[name]
-            if isinstance(part, CalledPart):
-                part.is_as(call, self)
+            if call is not None and isinstance(part, (CalledPart, MoE)):
+                part.be_called(call, self)
 
     def of_part(self, part: CalledPart, hidden_states: Tensor, residual: Any, kwargs: dict[str, Any]) -> Any:
         """What the original's module in place of `part` returns for these arguments of the layer."""
         call = part.inner_call
         assert call is not None
         inputs = self._inputs(hidden_states, kwargs, part)
+        if call.always_weights:
+            inputs = inputs._replace(want_weights=True)
         over = (inputs.values[call.over],) if call.over else ()
         returned = (part.mix_before_last if call.before_last else part.mix)(hidden_states, inputs, *over)
         output, *weights = returned if isinstance(returned, tuple) else (returned,)

@@ -63,7 +63,7 @@ class CalledPart(InferenceModule):
         hidden, residual, given = call.received(args, kwargs)
         return block.of_part(self, hidden, residual, given)
 
-    def is_as(self, call: InnerCall, block: nn.Module) -> None:
+    def be_called(self, call: InnerCall, block: nn.Module) -> None:
         """From now on, be called as `call` says, inside of `block`."""
         object.__setattr__(self, "inner_call", call)
         object.__setattr__(self, "_around", Around(block))
@@ -82,7 +82,7 @@ def has_listeners(part: nn.Module) -> bool:
 def heard(name: str, part: nn.Module, stream: Stream, *over: Any) -> Any:
     """Call a part as the original is called, and return its branch and its attention weights. `over`: see `mix`."""
     inputs = stream.inputs
-    call: InnerCall | None = inputs.calls.get(name)
+    call = inputs.calls.get(name)
     if call is None:
         return _heard_if_unclear(name, part, stream, *over)
     args, kwargs = call.passed(stream.y, stream.x, inputs.given)
@@ -101,11 +101,9 @@ def _heard_if_unclear(name: str, part: nn.Module, stream: Stream, *over: Any) ->
 
     Hooks on all modules do not hear it, as they do not hear the modules inside.
     """
-    if isinstance(part, CalledPart) and type(part).forward is CalledPart.forward:
-        if has_no_hooks(part):
-            return part.mix(stream.y, stream.inputs, *over)
-        if has_recorders_alone(part):
-            return part(stream.y, stream.inputs, *over)
+    given = (stream.y, stream.inputs, *over) if isinstance(part, CalledPart) else (stream.y,)
+    if isinstance(part, Settled) and has_recorders_alone(part):
+        return part.forward(*given) if has_no_hooks(part) else part(*given)
     raise UnsupportedCall(
         f"{name} of {type(part).__name__} has hooks or was exchanged, and how the original calls it is unclear; "
         f"{KEEPS_LAYERS}"
@@ -114,7 +112,10 @@ def _heard_if_unclear(name: str, part: nn.Module, stream: Stream, *over: Any) ->
 
 def heard_mlp(name: str, part: nn.Module, stream: Stream) -> Any:
     """Call an MLP, or a mixture, that is heard: as the original is called, if the original has such a module."""
-    call: InnerCall | None = stream.inputs.calls.get(name)
+    calls = stream.inputs.calls
+    call = calls.get(name)
+    if call is None and name in calls:
+        return _heard_if_unclear(name, part, stream)
     if call is None:
         return part(stream.y)
     args, kwargs = call.passed(stream.y, stream.x, stream.inputs.given)

@@ -53,4 +53,4 @@ class Inputs(NamedTuple):
     values: Mapping[str, Any] = MappingProxyType({})
     pair: Any = None
     given: Mapping[str, Any] = MappingProxyType({})
-    calls: Mapping[str, InnerCall] = MappingProxyType({})
+    calls: Mapping[str, InnerCall | None] = MappingProxyType({})

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from infuse.architectures.inner_call import InnerCall
 from infuse.architectures.moe import AVERAGE, MoEShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.experts import Experts
@@ -22,6 +23,7 @@ class MoE(InferenceModule, NativePart):
     """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once."""
 
     struct, mixed = "moe", True
+    _tells_weights = False
 
     def __init__(self, shape: MoEShape, context: BuildContext):
         super().__init__()
@@ -41,14 +43,25 @@ class MoE(InferenceModule, NativePart):
         for name in ("norm", "post"):
             self.add_module(name, Norm(shape.norms[name], context.bodies) if name in shape.norms else None)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [..., H]. `mask`: the layer's, for routers that look at padding."""
-        return self.fused(x, None, None, mask)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        """Return the result, in gpt-oss with the weights of experts, for x [..., H]. `mask`: the layer's, for routers
+        that look at padding.
+        """
+        out, weights = self._weighed(x, mask)
+        return (out, weights) if self._tells_weights else out
+
+    def be_called(self, call: InnerCall, block: nn.Module) -> None:
+        """Return what `call` does."""
+        self._tells_weights = not call.alone
 
     def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None, mask: Tensor | None = None) -> Tensor:
         """Compute residual + self(norm(x)); x [..., H]."""
+        out, _ = self._weighed(x if norm is None else direct(norm, x), mask)
+        return out if residual is None else residual + out
+
+    def _weighed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The result, and each token's weights of its experts [T, K]."""
         held: dict[str, Any] = self._modules
-        x = x if norm is None else direct(norm, x)
         x_TH = x.reshape(-1, x.shape[-1])
         _, weights, index = routes_in(self._returned(held["router"], x, mask), self.shape.router.top_k)
         if held["norm"] is not None:
@@ -68,8 +81,7 @@ class MoE(InferenceModule, NativePart):
         if self.shape.combine == AVERAGE:
             out = out / 2
         out = out if self._combine is None else self._combine(out)
-        out = (out if held["post"] is None else direct(held["post"], out)).view(x.shape)
-        return out if residual is None else residual + out
+        return (out if held["post"] is None else direct(held["post"], out)).view(x.shape), weights
 
     def _returned(self, router: nn.Module, x: Tensor, mask: Tensor | None) -> Any:
         """What the router returns, called as the original's is."""

@@ -160,6 +160,8 @@ def _over(name: str, over: str, s: Stream, parts: Parts) -> None:
 def _mlp(name: str, s: Stream, parts: Parts) -> None:
     part = parts[name]
     made = heard_mlp(name, part, s) if has_listeners(part) else part.forward(s.y)
+    if type(made) is tuple:
+        made = made[0]
     s.branch = made if s.branch is None else s.branch + made
 
 

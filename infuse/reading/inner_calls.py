@@ -89,11 +89,16 @@ class _Run:
         self._layer, self._paths = layer, frozenset(paths)
         self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def go(self) -> None:
+    def go(self, *, given: bool) -> None:
+        """Run the layer with all of its arguments `given`, or with those alone that have no default."""
         forward = inspect.unwrap(type(self._layer).forward)
-        hidden, *names = _by_name(forward)
+        defaults = defaults_of(forward)
+        names = [name for name in _by_name(forward)[1:] if given or defaults[name] is not None]
         rest = {_REST: _Placeholder(_REST)} if _takes_rest(forward) else {}
-        self.run(self._layer, "", (_Placeholder(_STREAM),), {name: _Placeholder(name) for name in names} | rest)
+        try:
+            self.run(self._layer, "", (_Placeholder(_STREAM),), {name: _Placeholder(name) for name in names} | rest)
+        except Exception:  # code may do anything with a placeholder; what was called before is known
+            return
 
     def run(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return inspect.unwrap(type(module).forward)(_Inside(self, module, path), *args, **kwargs)
@@ -145,15 +150,17 @@ class _Inside:
 def inner_calls(layer: nn.Module, paths: Iterable[str]) -> dict[str, InnerCall]:
     """How the layer calls its modules at these paths; those that are unclear are left out."""
     run = _Run(layer, paths)
-    try:
-        run.go()
-    except Exception:  # code may do anything with a placeholder; what was called before is known
-        pass
-    forward = inspect.unwrap(type(layer).forward)
-    defaults = {name: parameter.default for name, parameter in inspect.signature(forward).parameters.items()}
-    defaults = {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()}
-    found = {path: _call(layer.get_submodule(path), path, args, kwargs, defaults) for path, (args, kwargs) in run.calls.items()}
+    run.go(given=True)
+    run.go(given=False)  # for those behind modules that this layer has not
+    defaults = defaults_of(inspect.unwrap(type(layer).forward))
+    found = {path: _call(layer.get_submodule(path), path, *call, defaults) for path, call in run.calls.items()}
     return {path: call for path, call in found.items() if call is not None}
+
+
+def defaults_of(forward: Callable[..., Any]) -> dict[str, Any]:
+    """The default of each parameter, None for those that have none."""
+    parameters = inspect.signature(forward).parameters.items()
+    return {name: None if each.default is each.empty else each.default for name, each in parameters}
 
 
 def _call(
@@ -169,7 +176,10 @@ def _call(
     known = tuple(argument for argument in arguments if argument is not None)
     if len(known) < len(arguments) or all(argument.source != HIDDEN for argument in known):
         return None
-    return InnerCall(path, known, parameters, *returns, rest=rest, taken=frozenset(defaults))
+    elements, alone, always = returns
+    return InnerCall(
+        path, known, parameters, elements, alone, rest, frozenset(defaults), always_weights=always and not alone
+    )
 
 
 def _argument(name: str, value: Any, by_name: bool, first: str, defaults: dict[str, Any]) -> Argument | None:
@@ -192,19 +202,45 @@ def _takes_rest(forward: Callable[..., Any]) -> bool:
 
 
 @lru_cache(maxsize=512)
-def returns_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool] | None:
-    """What a forward returns, by its source: the elements, and whether one is returned alone. None if unclear."""
+def returns_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool] | None:
+    """What a forward returns, by its source: the elements, whether one is returned alone, and whether weights are
+    computed always. None if unclear.
+    """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
     except (OSError, TypeError):
         return None
-    function = ast.parse(source).body[0]
-    found = {_elements(node.value) for node in _of_itself(function) if isinstance(node, ast.Return)}
-    tuples = {node.targets[0].id for node in _of_itself(function) if _holds_tuple(node)}  # type: ignore[attr-defined]
-    for node in _of_itself(function):
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id in tuples:
-            return None
-    return found.pop() if len(found) == 1 else None
+    nodes = list(_of_itself(ast.parse(source).body[0]))
+    values = [node.value for node in nodes if isinstance(node, ast.Return)]
+    found = {_elements(value) for value in values}
+    elements = found.pop() if len(found) == 1 else None
+    tuples = {
+        name
+        for node in nodes
+        for name, value in _assigned(node)
+        if isinstance(value, (ast.Tuple, ast.BinOp, ast.IfExp))
+        and any(isinstance(each, ast.Tuple) for each in ast.walk(value))
+    }
+    if elements is None or any(isinstance(value, ast.Name) and value.id in tuples for value in values):
+        return None
+    unsure = {name for node in nodes for name, value in _assigned(node) if value is None or _is_none(value)}
+    weights = [each for value in values for each in getattr(value, "elts", ()) if _element(each) == WEIGHTS]
+    always = bool(weights) and all(isinstance(each, ast.Name) and each.id not in unsure for each in weights)
+    return *elements, always
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """The names that a statement assigns, each with its value; None for a part of one."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign)):
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        for each in ast.walk(target):
+            if isinstance(each, ast.Name):
+                yield each.id, node.value if each is target else None
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _of_itself(function: ast.AST) -> Iterator[ast.AST]:
@@ -215,24 +251,15 @@ def _of_itself(function: ast.AST) -> Iterator[ast.AST]:
             yield from _of_itself(child)
 
 
-def _holds_tuple(node: ast.AST) -> bool:
-    if not isinstance(node, (ast.Assign, ast.AugAssign)):
-        return False
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return isinstance(targets[0], ast.Name) and any(isinstance(each, ast.Tuple) for each in ast.walk(node.value))
-
-
 def _elements(value: ast.expr | None) -> tuple[tuple[str, ...], bool] | None:
     if not isinstance(value, ast.Tuple):
         return ((OUTPUT,), True)
-    names = tuple(map(_element, value.elts))
-    if not names or names[0] != WEIGHTS and any(name is None for name in names[1:]):
-        return None
-    return ((OUTPUT, *(name or "" for name in names[1:])), False)
+    names = [_element(each) for each in value.elts[1:]]
+    return None if None in names else ((OUTPUT, *map(str, names)), False)
 
 
 def _element(value: ast.expr) -> str | None:
-    if isinstance(value, ast.Constant) and value.value is None:
+    if _is_none(value):
         return WEIGHTS
     name = value.id if isinstance(value, ast.Name) else ""
     if any(word in name for word in _WEIGHT_WORDS):
