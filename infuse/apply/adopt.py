@@ -21,6 +21,7 @@ from infuse.layers.linear import TransposedLinear
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
+from infuse.layers.shown_outside import shown_outside
 from infuse.plan.step import Step
 from infuse.reading.inner_calls import inner_calls
 from infuse.reading.keywords import unread_by
@@ -46,7 +47,7 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
             _mix_in(part, *originals)
             _settle(part, *originals)
         for name, mixer in new.shape.mixers.items():
-            _lead_inwards(new.get_submodule(name), name, mixer.replaces)
+            _lead_inwards(new, old, name, mixer.replaces)
         for mixture in (part for part in new.children() if isinstance(part, MoE)):
             _settle(mixture, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
         _keep_settings(new, old)
@@ -87,14 +88,16 @@ def remember(new: nn.Module, old: nn.Module, whole: str, fills: Iterable[Fill], 
             part._replaced = Replaced(whole, type(old).__name__, names, sources, kept_by)
 
 
-def _lead_inwards(part: nn.Module, name: str, paths: tuple[str, ...]) -> None:
-    """Let `part`, which is named as a module around the one that it replaces, answer for the inner one, too.
+def _lead_inwards(new: Block, old: nn.Module, name: str, paths: tuple[str, ...]) -> None:
+    """Let the part `name`, which is named as a module around the one that it replaces, answer for the inner one, too.
 
     Models read attributes there, such as `attention.self.image_patch_tokens`.
     """
+    part = new.get_submodule(name)
     for outer, _, inner in (path.partition(".") for path in paths):
         if outer == name and inner and "." not in inner and inner not in part._modules:
             object.__setattr__(part, inner, part)  # not a child of its own
+            object.__setattr__(new, name, shown_outside(part, name, inner, type(old.get_submodule(name))))
 
 
 def as_part(new: nn.Module, old: nn.Module, step: Step) -> None:
@@ -103,7 +106,7 @@ def as_part(new: nn.Module, old: nn.Module, step: Step) -> None:
 
 
 def as_block(new: nn.Module, old: nn.Module, step: Step) -> None:
-    """`adopt`, and make the block accept the keywords that the layer never reads, and call its parts as the layer does."""
+    """`adopt`, and make the block take keywords that the layer never reads, and call its parts as the layer does."""
     assert isinstance(new, Block), new
     new.ignore(unread_by(old))
     new.call_parts(_calls(new, old, step.fills))
@@ -122,8 +125,9 @@ def _calls(new: Block, old: nn.Module, fills: Sequence[Fill]) -> dict[str, Inner
     for name, call in inner_calls(old, places.values()).items():
         for part in (part for part, place in places.items() if place == name):
             outside = _made_outside(part, old, name, fills)
-            if outside <= {"out"} and getattr(new.shape.mixers.get(part), "factors", None) is None:
-                calls[part] = replace(call, before_last=bool(outside), over=over.get(part, ""))
+            factors = getattr(new.shape.mixers.get(part), "factors", None) is not None
+            if outside <= {"out"} and not (outside and factors):
+                calls[part] = replace(call, unfinished=bool(outside) or factors, over=over.get(part, ""))
     return calls
 
 

@@ -31,8 +31,9 @@ class InnerCall:
 
     `rest`: it also gets each keyword of the layer that is not in `taken`, the layer's own arguments. `parameters`: what
     the module's forward takes by position. `returns`: the elements of the tuple that it returns; `alone`: it returns
-    the one element itself. `before_last`: its output is what attention's last matrix takes. `over`: the layer's
-    argument with the states that it attends to. `always_weights`: it returns them whether or not they are asked for.
+    the one element itself. `unfinished`: the layer does to its output what the part in its place does itself.
+    `over`: the layer's argument with the states that it attends to. `always_weights`: it returns them also if nobody
+    asks.
     """
 
     path: str
@@ -42,9 +43,14 @@ class InnerCall:
     alone: bool = False
     rest: bool = False
     taken: frozenset[str] = frozenset()
-    before_last: bool = False
+    unfinished: bool = False
     over: str = ""
     always_weights: bool = False
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the module is inside of another one of the layer."""
+        return "." in self.path
 
     @property
     def adds_residual(self) -> bool:

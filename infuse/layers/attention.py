@@ -86,15 +86,14 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         out, gate, weights = self._attended(x_BTC, inputs, norm)
         return self._projected(out, gate, residual), weights
 
-    def mix_before_last(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """What `projected` takes, and the weights."""
+    def mix_inside(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """The heads, which the last matrix takes, and the weights."""
         out, gate, weights = self._attended(x_BTC, inputs, None)
         assert gate is None, self.shape.name
         return out, weights
 
-    def projected(self, out_BTN: Tensor) -> Tensor:
-        """Multiply the heads with the last matrix."""
-        return self._projected(out_BTN, None, None)
+    def finished(self, output: Tensor) -> Tensor:
+        return self._projected(output, None, None)
 
     def _attended(
         self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None

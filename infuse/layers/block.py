@@ -27,8 +27,8 @@ from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.called_part import CalledPart, has_listeners
 from infuse.layers.cache import KVCache, keys_in, pair_of, reads_keywords, self_attention_cache
+from infuse.layers.called_part import CalledPart, has_listeners
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
@@ -53,6 +53,8 @@ _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 class Block(InferenceModule):
     """A layer built on meta from a LayerShape. `weights.fill` fills in its weights."""
+
+    _calls: Mapping[str, InnerCall | None] = MappingProxyType({})
 
     def __init__(
         self,
@@ -114,7 +116,6 @@ class Block(InferenceModule):
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values, *shape.call.unread}
         self._served |= {*filter(None, (self._bias_argument, shape.call.ends))}
         self._unread = NOTHING_UNREAD
-        self._calls: Mapping[str, InnerCall | None] = {}
 
     def extra_repr(self) -> str:
         return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
@@ -191,7 +192,7 @@ class Block(InferenceModule):
         packed = None
         # A traced graph needs the parts as separate ops and must not depend on a mask's values.
         if inputs.more is None and not is_compiling():
-            if self._skips_padding and not any(map(has_listeners, self._modules.values())):
+            if self._skips_padding and not any(map(has_listeners, self.children())):
                 packed = real_tokens(inputs.mask, self._inverted_mask, hidden_states)
             if packed is None and self._one_call is not None:
                 mixer = self._modules[self._mixers[0]] if self._mixers else None
@@ -264,7 +265,7 @@ class Block(InferenceModule):
             if call is not None and isinstance(part, (CalledPart, MoE)):
                 part.be_called(call, self)
 
-    def of_part(self, part: CalledPart, hidden_states: Tensor, residual: Any, kwargs: dict[str, Any]) -> Any:
+    def of_part(self, part: Any, hidden_states: Tensor, residual: Any, kwargs: dict[str, Any]) -> Any:
         """What the original's module in place of `part` returns for these arguments of the layer."""
         call = part.inner_call
         assert call is not None
@@ -272,11 +273,11 @@ class Block(InferenceModule):
         if call.always_weights:
             inputs = inputs._replace(want_weights=True)
         over = (inputs.values[call.over],) if call.over else ()
-        returned = (part.mix_before_last if call.before_last else part.mix)(hidden_states, inputs, *over)
+        returned = part.mix_inside(hidden_states, inputs) if call.unfinished else part.mix(hidden_states, inputs, *over)
         output, *weights = returned if isinstance(returned, tuple) else (returned,)
         bias = inputs.bias
         if call.over and BIAS in call.returns:  # T5 has none for states
-            bias = output.new_zeros(1, part.shape.all_heads, hidden_states.shape[1], over[0].shape[1])
+            bias = output.new_zeros(1, part.shape.all_heads, hidden_states.shape[1], inputs.values[call.over].shape[1])
         return call.returned(output if residual is None else output + residual, weights, bias)
 
     def _other_cache(self, cache: Any, kwargs: dict[str, Any]) -> Any:

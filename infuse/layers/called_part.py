@@ -7,7 +7,7 @@ arguments of architectures/inner_call.py, and no object of ours goes through tha
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from infuse.layers.gradient import InferenceModule, Settled
 from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.recorders import has_recorders_alone
 from infuse.layers.replaced import KEEPS_LAYERS
-
-if TYPE_CHECKING:
-    from infuse.layers.program import Stream
 
 
 class Around:
@@ -53,6 +50,14 @@ class CalledPart(InferenceModule):
         """Return the branch [B, T, C], or that and attention weights [B, H, T, L] or None."""
         raise NotImplementedError
 
+    def mix_inside(self, x: Tensor, inputs: Any) -> Any:
+        """`mix` without what the layer does outside of the module that this part stands for."""
+        raise NotImplementedError
+
+    def finished(self, output: Tensor) -> Tensor:
+        """Do to the output of `mix_inside` what the layer does to it."""
+        raise NotImplementedError
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = self.inner_call
         if call is None:
@@ -79,24 +84,25 @@ def has_listeners(part: nn.Module) -> bool:
     return not isinstance(part, Settled) or not has_no_hooks(part) or has_global_hooks()
 
 
-def heard(name: str, part: nn.Module, stream: Stream, *over: Any) -> Any:
+def heard(name: str, part: nn.Module, stream: Any, *over: Any) -> Any:
     """Call a part as the original is called, and return its branch and its attention weights. `over`: see `mix`."""
     inputs = stream.inputs
     call = inputs.calls.get(name)
-    if call is None:
+    is_ours = isinstance(part, CalledPart)
+    if call is None or (not is_ours and call.is_nested):
         return _heard_if_unclear(name, part, stream, *over)
     args, kwargs = call.passed(stream.y, stream.x, inputs.given)
     branch, weights, bias = call.taken_from(part(*args, **kwargs))
     if bias is not None and not call.over:
         stream.inputs = inputs._replace(bias=bias)
-    if call.before_last:
-        branch = part.projected(branch)  # type: ignore[operator]
+    if call.unfinished:
+        branch = part.finished(branch)  # type: ignore[operator]
     if call.adds_residual:
         stream.x = torch.zeros_like(stream.x)
     return branch, weights
 
 
-def _heard_if_unclear(name: str, part: nn.Module, stream: Stream, *over: Any) -> Any:
+def _heard_if_unclear(name: str, part: nn.Module, stream: Any, *over: Any) -> Any:
     """Compute a part of which the original's call is unclear. UnsupportedCall if hooks of users listen to it.
 
     Hooks on all modules do not hear it, as they do not hear the modules inside.
@@ -110,7 +116,7 @@ def _heard_if_unclear(name: str, part: nn.Module, stream: Stream, *over: Any) ->
     )
 
 
-def heard_mlp(name: str, part: nn.Module, stream: Stream) -> Any:
+def heard_mlp(name: str, part: nn.Module, stream: Any) -> Any:
     """Call an MLP, or a mixture, that is heard: as the original is called, if the original has such a module."""
     calls = stream.inputs.calls
     call = calls.get(name)

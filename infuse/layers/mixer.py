@@ -27,8 +27,8 @@ class Mixer(CalledPart, Generic[Shape]):
     """An attention or a recurrence of a block.
 
     `mix` takes the new tokens [B, T, C] and the call's other inputs, and returns (output [B, T, C], attention weights
-    [B, H, T, L] or None), or the output alone. A step over another value, such as encoder states, passes it as a third argument. State between
-    calls is in the slot of `index` in the cache.
+    [B, H, T, L] or None), or the output alone. A step over another value, such as encoder states, passes it as a third
+    argument. State between calls is in the slot of `index` in the cache.
     """
 
     calls_named: ClassVar[bool] = False  # whether it calls the attention function that the model's config names

@@ -63,6 +63,9 @@ class Recurrent(Mixer[Shape], NativeMixer):
         raise NotImplementedError
 
     def mix(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
+        return self.finished(self.mix_inside(x_BTC, inputs))
+
+    def mix_inside(self, x_BTC: Tensor, inputs: Inputs) -> Tensor:
         tokens, mask = x_BTC.shape[1], self.mask_of(inputs)
         slot, states = self.begin(x_BTC, inputs)
         made = self.projected(self.masked(x_BTC, mask))
@@ -78,11 +81,11 @@ class Recurrent(Mixer[Shape], NativeMixer):
             y, after = self.over_time(made, states, mask)
             self.end(slot, tokens, after, made)
         out: Any = self._modules["out"]
-        return self.scaled(direct(out, y))
+        return direct(out, y)
 
-    def scaled(self, out_BTC: Tensor) -> Tensor:
+    def finished(self, output: Tensor) -> Tensor:
         """The result times a number, if the layer has one."""
-        return out_BTC
+        return output
 
     def convolved(
         self, x_BTC: Tensor, state: Tensor | None, gate: Tensor | None = None, out_gate: Tensor | None = None

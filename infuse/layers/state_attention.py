@@ -49,8 +49,8 @@ class LinearAttention(Recurrent[LinearAttentionShape]):
         projected = direct(into, times(x_BTC, factors.before))
         return (times_sections(projected, factors, [*self.shape.rows.values()]),)
 
-    def scaled(self, out_BTC: Tensor) -> Tensor:
-        return out_BTC if self.shape.factors is None else times(out_BTC, self.shape.factors.after)
+    def finished(self, output: Tensor) -> Tensor:
+        return output if self.shape.factors is None else times(output, self.shape.factors.after)
 
     def over_time(
         self, made: tuple[Tensor, ...], before: Mapping[str, Tensor], mask_BT: Tensor | None

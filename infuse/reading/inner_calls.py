@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ def _computed(self: _Placeholder, *_: Any) -> _Placeholder:
     return _Placeholder(_COMPUTED)
 
 
-for _name in "mul rmul truediv rtruediv sub rsub matmul pow neg invert and or getitem lt le gt ge".split():
+_OPERATORS = "mul rmul truediv rtruediv sub rsub matmul pow neg invert and or getitem lt le gt ge"
+for _name in _OPERATORS.split():
     setattr(_Placeholder, f"__{_name}__", _computed)
 
 
@@ -121,7 +122,7 @@ class _Inside:
     def __init__(self, run: _Run, module: nn.Module, path: str):
         self._run, self._module, self._path = run, module, path
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._module)
 
@@ -214,16 +215,11 @@ def returns_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool
     values = [node.value for node in nodes if isinstance(node, ast.Return)]
     found = {_elements(value) for value in values}
     elements = found.pop() if len(found) == 1 else None
-    tuples = {
-        name
-        for node in nodes
-        for name, value in _assigned(node)
-        if isinstance(value, (ast.Tuple, ast.BinOp, ast.IfExp))
-        and any(isinstance(each, ast.Tuple) for each in ast.walk(value))
-    }
+    assigned = [pair for node in nodes for pair in _assigned(node)]
+    tuples = {name for name, value in assigned if _holds_tuple(value)}
     if elements is None or any(isinstance(value, ast.Name) and value.id in tuples for value in values):
         return None
-    unsure = {name for node in nodes for name, value in _assigned(node) if value is None or _is_none(value)}
+    unsure = {name for name, value in assigned if value is None or _is_none(value)}
     weights = [each for value in values for each in getattr(value, "elts", ()) if _element(each) == WEIGHTS]
     always = bool(weights) and all(isinstance(each, ast.Name) and each.id not in unsure for each in weights)
     return *elements, always
@@ -237,6 +233,12 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         for each in ast.walk(target):
             if isinstance(each, ast.Name):
                 yield each.id, node.value if each is target else None
+
+
+def _holds_tuple(value: ast.expr | None) -> bool:
+    if not isinstance(value, (ast.Tuple, ast.BinOp, ast.IfExp)):
+        return False
+    return any(isinstance(each, ast.Tuple) for each in ast.walk(value))
 
 
 def _is_none(value: ast.expr | None) -> bool:

@@ -130,8 +130,8 @@ class Doubled(nn.Module):
         self.own = own
         self.up = self.down = self.qkv = self.out = nn.Identity()
 
-    def forward(self, *args: object) -> object:
-        out = self.own(*args)
+    def forward(self, *args: object, **kwargs: object) -> object:
+        out = self.own(*args, **kwargs)
         return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
 

@@ -68,9 +68,9 @@ def listening(part: nn.Module, way: str, tell: Callable[[], None]) -> Iterator[N
     forward = part.forward
     if way == "forward":
 
-        def told(*args: object) -> object:
+        def told(*args: object, **kwargs: object) -> object:
             tell()
-            return forward(*args)
+            return forward(*args, **kwargs)
 
         part.forward = told  # type: ignore[method-assign]
         yield
