@@ -16,8 +16,8 @@ from infuse.layers.replaced import KEEPS_LAYERS
 
 
 def shown_outside(part: nn.Module, outer: str, inner: str, kind: type[nn.Module]) -> nn.Module:
-    """A module `outer` of the class `kind`, whose attribute `inner` is the part, and which has the part's attributes."""
-    shown = object.__new__(_class_of(type(part), kind))
+    """A module `outer` of the class `kind`, whose attribute `inner` is the part, with the part's attributes."""
+    shown = object.__new__(_class_of(type(part), kind))  # type: ignore[arg-type]
     object.__setattr__(shown, "__dict__", vars(part))
     object.__setattr__(shown, "_places", (outer, inner))
     return shown
@@ -31,8 +31,8 @@ class _Outside(nn.Module):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         outer, inner = self._places
         raise UnsupportedCall(
-            f"infuse computes {outer} with what follows it, so nothing can listen to it, and it is not exchanged; hooks "
-            f"on {outer}.{inner} run; {KEEPS_LAYERS}"
+            f"infuse computes {outer} together with what follows it, so nothing can listen to it or take its place; "
+            f"hooks on {outer}.{inner} run; {KEEPS_LAYERS}"
         )
 
     register_forward_hook = register_forward_pre_hook = _refuse

@@ -212,11 +212,12 @@ class KVSlot(Slot, DynamicLayer):  # type: ignore[misc, override]
         self.key_storage: Tensor | None = None
         self.value_storage: Tensor | None = None
         self.unpaired = ""  # the storage that was assigned, until the other one has as many tokens
+        self.former_length = 0  # of that other one until then
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys so far, [B, K, length, D], dequantized if stored in a format."""
-        return None if self.key_storage is None else self._readable(self.key_storage[:, :, : self.length])
+        return self._read("key_storage")
 
     @keys.setter
     def keys(self, states: Tensor | None) -> None:
@@ -224,11 +225,16 @@ class KVSlot(Slot, DynamicLayer):  # type: ignore[misc, override]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.value_storage is None else self._readable(self.value_storage[:, :, : self.length])
+        return self._read("value_storage")
 
     @values.setter
     def values(self, states: Tensor | None) -> None:
         self._assign("value_storage", states)
+
+    def _read(self, storage: str) -> Tensor | None:
+        stored: Tensor | None = getattr(self, storage)
+        length = self.length if self.unpaired in ("", storage) else self.former_length
+        return None if stored is None else self._readable(stored[:, :, :length])
 
     def _assign(self, storage: str, states: Tensor | None) -> None:
         """Replace the storage by `states`, as callers that drop tokens do. Keys and values must end up equally long."""
@@ -236,6 +242,8 @@ class KVSlot(Slot, DynamicLayer):  # type: ignore[misc, override]
             raise UnsupportedCall("keys and values of a KVCache cannot be assigned while its rows have own lengths")
         tokens = 0 if states is None else states.shape[2]
         if tokens != self.length:
+            if storage != self.unpaired:
+                self.former_length = self.length
             self.unpaired = storage
         elif storage != self.unpaired:
             self.unpaired = ""

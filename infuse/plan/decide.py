@@ -6,7 +6,7 @@ gates of experts on a few numbers, and layers without a spec on meta. `str(plan)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -318,7 +318,7 @@ class _Walk:
         return None
 
     def layer_parts(
-        self, module: nn.Module, path: str, bound: Bound | BoundModule, moved: tuple[str, ...], library: str
+        self, module: nn.Module, path: str, bound: Bound | BoundModule, moved: Sequence[str], library: str
     ) -> list[RankShare]:
         """Return each rank's part of a layer or module. SpecMismatch if formats or the user's changes forbid it.
 
@@ -347,7 +347,7 @@ class _Walk:
             if other is not None and binds_alike(other, bound):
                 return ""
             bound = self.facts.in_dtype(bound, path)
-            moved = (*(mixer.replaces[-1] for mixer in bound.shape.mixers.values()), *bound.shape.recorded.values())
+            moved = self.facts.users_own.moved(module, bound.shape)
             parts = self.layer_parts(module, path, bound, moved, bound.library)
         except SpecMismatch as mismatch:
             return str(mismatch)

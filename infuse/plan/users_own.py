@@ -15,8 +15,10 @@ from torch import nn
 
 from infuse.architectures import specs_for
 from infuse.architectures.diffusion import module_spec
+from infuse.architectures.layer import LayerShape
 from infuse.architectures.plain import patched
 from infuse.authors import LIBRARIES, is_librarys, users_methods, words_of
+from infuse.layers.recorders import has_recorders_alone
 
 _CONTAINERS = "torch.nn.modules.container"  # their children have arbitrary names
 
@@ -35,6 +37,15 @@ class UsersOwn:
                 self._holders.setdefault(id(child), []).append((holder, name))
         layers = [*read, *(module for module in model.modules() if specs_for(module) or module_spec(module))]
         self._in_layers = {id(module) for layer in layers for module in layer.modules()}
+
+    def moved(self, layer: nn.Module, shape: LayerShape) -> list[str]:
+        """The paths of modules whose hooks move to parts: around the one that a part is called as, recorders alone."""
+        moved = [*shape.recorded.values()]
+        for mixer in (mixer for mixer in shape.mixers.values() if mixer.replaces):
+            called, outermost = mixer.replaces[0], mixer.replaces[-1]
+            if called == outermost or has_recorders_alone(layer.get_submodule(outermost)):
+                moved.append(outermost)
+        return moved
 
     def inside(self, layer: nn.Module, moved: Collection[str], library: str) -> list[str]:
         """List customizations that a whole block would not call or would lose. `layer` has a class of `library`.

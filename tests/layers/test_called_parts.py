@@ -1,4 +1,4 @@
-"""Parts of a block that something listens to are called as the original calls its modules, and what it changes counts."""
+"""Parts of a block that something listens to are called as the original's modules, and what it changes counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from infuse.errors import UnsupportedCall
 from infuse.layers.block import Block
 from infuse.layers.called_part import CalledPart
 from tests.models.encoder_decoders import T5, TEXTS
-from tests.models.families import FAMILIES, Family, inputs
+from tests.models.families import FAMILIES, inputs
 
 BY_NAME = {family.name: family for family in (*FAMILIES, *TEXTS, *T5)}
 PAIRS = ("t5", "umt5", "bart", "mbart")
@@ -140,11 +140,11 @@ EDITED = ("llama", "gpt2", "bert", "mixtral", "gemma3", "bloom", "bart", "t5", "
 def keys_hidden(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Let nothing see the third key."""
     name = next((name for name in ("attention_mask", "mask") if name in kwargs), None)
-    mask = args[1] if name is None else kwargs[name]
+    mask = args[1] if name is None and len(args) > 1 else kwargs.get(name)
     if mask is None or mask.dim() != 4:
         return None
     mask = mask.clone()
-    mask[..., 2] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    mask[..., 4] = torch.finfo(mask.dtype).min if mask.dtype.is_floating_point else 0
     return ((args[0], mask, *args[2:]), kwargs) if name is None else (args, {**kwargs, name: mask})
 
 
@@ -196,20 +196,20 @@ class Press:
         cache, tokens = kwargs["cache"], kwargs["hidden_states"].shape[1]
         if tokens > 1:
             layer = cache.layers[module.layer_idx]
-            layer.keys = layer.keys[:, :, -self.keeps :].contiguous()
+            layer.keys = layer.keys[:, :, -self.keeps :].contiguous()  # values are read after keys are assigned
             layer.values = layer.values[:, :, -self.keeps :].contiguous()
         return output
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmoe"])
 def test_a_press_of_the_cache(name: str) -> None:
     original, replaced = made(name)
-    asked = dict(input_ids=given(name)["input_ids"], max_new_tokens=6, do_sample=False)
+    asked = dict(input_ids=given(name)["input_ids"], max_new_tokens=10, do_sample=False)
     plain = original.generate(**asked)  # type: ignore[operator]
     for model in (original, replaced):
         for path, module in model.named_modules():
             if path.endswith("self_attn"):
-                module.register_forward_hook(Press(4), with_kwargs=True)
+                module.register_forward_hook(Press(3), with_kwargs=True)
     exact = original.generate(**asked)  # type: ignore[operator]
     assert not torch.equal(exact, plain)
     assert torch.equal(replaced.generate(**asked), exact)  # type: ignore[operator]
@@ -262,7 +262,11 @@ def test_modules_around_parts_and_forwards_of_users(name: str, place: str, chang
     original, replaced = made(name)
     before = run(original, name)
     for model in (original, replaced):
-        owners = [model.get_submodule(path.rpartition(".")[0]) for path, _ in original.named_modules() if path.endswith(f".{place}")]
+        owners = [
+            model.get_submodule(path.rpartition(".")[0])
+            for path, _ in original.named_modules()
+            if path.endswith(f".{place}")
+        ]
         for owner in owners:
             change(owner, place)
     exact = run(original, name)
@@ -284,7 +288,7 @@ def test_hooks_on_all_modules(name: str) -> None:
     found, modules = parts(replaced), dict(original.named_modules())
 
     def hook(inside: Any, module: nn.Module, args: Any, returned: Any) -> Any:
-        assert all(isinstance(arg, (Tensor, tuple, bool, type(None))) and not hasattr(arg, "_fields") for arg in args)
+        assert not any(type(arg).__module__.startswith("infuse.") for arg in args)
         return louder(module, args, {}, returned) if module in inside else None
 
     results = []
@@ -301,7 +305,9 @@ def test_parts_of_copies_are_called_inside_of_these() -> None:
         heard = Heard(parts(twin))
         assert_alike(run(twin, "llama"), exact, 1e-3, ())
         assert len(heard.calls) == 12
-        assert all(part._around() is twin.model.layers[i // 2] for i, part in enumerate(parts(twin).values()) if i % 2 == 0)
+        assert all(
+            part._around() is twin.model.layers[i // 2] for i, part in enumerate(parts(twin).values()) if i % 2 == 0
+        )
 
 
 def test_hooks_see_padded_rows() -> None:
@@ -323,7 +329,7 @@ def test_hooks_see_padded_rows() -> None:
 def test_the_module_around_a_part_is_not_heard(way: str) -> None:
     """BERT's `attention` has a norm that another part computes; its `self` is called."""
     _, replaced = made("bert")
-    attention = replaced.get_submodule("encoder.layer.0.attention")
+    attention = replaced.get_submodule("bert.encoder.layer.0.attention")
     with pytest.raises(UnsupportedCall, match=r"attention\.self"):
         getattr(attention, way)(louder)
     with pytest.raises(UnsupportedCall, match=r"attention\.self"):
@@ -335,7 +341,9 @@ def test_the_module_around_a_part_is_not_heard(way: str) -> None:
 def test_parts_whose_call_is_unclear_refuse_hooks(name: str, place: str) -> None:
     original, replaced = made(name)
     exact = run(original, name)
-    block = next(module for module in replaced.modules() if isinstance(module, Block) and module._calls.get(place, 0) is None)
+    block = next(
+        module for module in replaced.modules() if isinstance(module, Block) and module._calls.get(place, 0) is None
+    )
     handle = block.get_submodule(place).register_forward_hook(louder, with_kwargs=True)
     with pytest.raises(UnsupportedCall, match="replace_with_kernel_inject"):
         run(replaced, name)
