@@ -23,7 +23,7 @@ from infuse.layers.named_experts import NamedExperts
 from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
 from infuse.layers.shown_outside import shown_outside
 from infuse.plan.step import Step
-from infuse.reading.inner_calls import inner_calls
+from infuse.reading.inner_calls import in_rows, inner_calls
 from infuse.reading.keywords import unread_by
 
 
@@ -49,7 +49,10 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
         for name, mixer in new.shape.mixers.items():
             _lead_inwards(new, old, name, mixer.replaces)
         for mixture in (part for part in new.children() if isinstance(part, MoE)):
-            _settle(mixture, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
+            original = old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0])
+            _settle(mixture, original)
+            routers = [path.rpartition(".")[2] for path in new.shape.recorded.values()]
+            mixture.routes_texts = bool(routers) and not in_rows(original, routers[0])
         _keep_settings(new, old)
     for experts, place in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
         original = old.get_submodule(place)

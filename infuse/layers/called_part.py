@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from infuse.architectures.inner_call import InnerCall
 from infuse.errors import UnsupportedCall
-from infuse.layers.gradient import InferenceModule, Settled
+from infuse.layers.gradient import InferenceModule, Settled, is_recorded, unrecorded
 from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.recorders import has_recorders_alone
 from infuse.layers.replaced import KEEPS_LAYERS
@@ -66,6 +66,8 @@ class CalledPart(InferenceModule):
         if block is None:
             raise UnsupportedCall(f"{call.path} was called without the layer that it is a part of: call that layer")
         hidden, residual, given = call.received(args, kwargs)
+        if torch.is_grad_enabled() and is_recorded(self, hidden):
+            return unrecorded(block.of_part, self, hidden, residual, given)
         return block.of_part(self, hidden, residual, given)
 
     def be_called(self, call: InnerCall, block: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from infuse.architectures.inner_call import InnerCall
 from infuse.architectures.moe import AVERAGE, MoEShape
 from infuse.layers.build_context import BuildContext
+from infuse.layers.called_part import has_listeners
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import direct, has_no_hooks
@@ -20,10 +21,13 @@ from infuse.layers.router import make_router, routes_in
 
 
 class MoE(InferenceModule, NativePart):
-    """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once."""
+    """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once.
+
+    `routes_texts`: the original's router gets [B, T, H], not [tokens, H].
+    """
 
     struct, mixed = "moe", True
-    _tells_weights = False
+    _tells_weights = routes_texts = False
 
     def __init__(self, shape: MoEShape, context: BuildContext):
         super().__init__()
@@ -88,7 +92,9 @@ class MoE(InferenceModule, NativePart):
         shape = self.shape.router
         if shape.reads_mask:
             return router(x.reshape(-1, x.shape[-1]), mask)
-        return direct(router, x if shape.whole_rows else x.reshape(-1, x.shape[-1]))
+        if has_listeners(router):
+            return router(x if shape.whole_rows or self.routes_texts else x.reshape(-1, x.shape[-1]))
+        return router.forward(x if shape.whole_rows else x.reshape(-1, x.shape[-1]))
 
     def _of_weighed_inputs(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Add up what each token's experts make of the token times their weights."""

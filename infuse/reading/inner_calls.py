@@ -21,7 +21,8 @@ from infuse.architectures.inner_call import BIAS, CONSTANT, HIDDEN, OUTPUT, RESI
 
 _PLAIN = (bool, int, float, str)
 _STREAM, _COMPUTED, _REST = "<stream>", "<computed>", "rest_of_the_keywords"
-_SAME = frozenset({"dropout", "contiguous", "to", "clone", "view", "float"})  # keep a stream what it is
+_RESHAPES = frozenset({"view", "reshape", "flatten"})
+_SAME = _RESHAPES | {"dropout", "contiguous", "to", "clone", "float"}  # keep a stream what it is
 _SIZES = (2, 3, 8)  # of the hidden states
 _WEIGHT_WORDS = ("weight", "prob", "score")
 
@@ -31,12 +32,14 @@ class Unclear(Exception):
 
 
 class _Placeholder:
-    """A value of the run. `source`: the layer's argument that it is, _STREAM, or _COMPUTED."""
+    """A value of the run. `source`: the layer's argument that it is, _STREAM, or _COMPUTED. `in_rows`: a stream was
+    reshaped.
+    """
 
     shape, dtype, device, ndim, is_cuda = torch.Size(_SIZES), torch.float32, torch.device("cpu"), 3, False
 
-    def __init__(self, source: str, function: str = ""):
-        self.source, self._function = source, function
+    def __init__(self, source: str, function: str = "", *, in_rows: bool = False):
+        self.source, self._function, self.in_rows = source, function, in_rows
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Placeholder:
@@ -45,7 +48,7 @@ class _Placeholder:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Placeholder(self.source, name)
+        return _Placeholder(self.source, name, in_rows=self.in_rows)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._function == "size":
@@ -80,7 +83,8 @@ for _name in _OPERATORS.split():
 
 def _made_by(function: str, given: Any) -> _Placeholder:
     is_stream = isinstance(given, _Placeholder) and given.source == _STREAM and function in _SAME
-    return _Placeholder(_STREAM if is_stream else _COMPUTED)
+    in_rows = is_stream and (given.in_rows or function in _RESHAPES)
+    return _Placeholder(_STREAM if is_stream else _COMPUTED, in_rows=in_rows)
 
 
 class _Run:
@@ -156,6 +160,14 @@ def inner_calls(layer: nn.Module, paths: Iterable[str]) -> dict[str, InnerCall]:
     defaults = defaults_of(inspect.unwrap(type(layer).forward))
     found = {path: _call(layer.get_submodule(path), path, *call, defaults) for path, call in run.calls.items()}
     return {path: call for path, call in found.items() if call is not None}
+
+
+def in_rows(layer: nn.Module, path: str) -> bool:
+    """Whether the layer reshapes its hidden states before it calls its module at this path."""
+    run = _Run(layer, (path,))
+    run.go(given=True)
+    args, kwargs = run.calls.get(path, ((), {}))
+    return any(isinstance(value, _Placeholder) and value.in_rows for value in (*args, *kwargs.values()))
 
 
 def defaults_of(forward: Callable[..., Any]) -> dict[str, Any]:

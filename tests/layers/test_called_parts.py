@@ -17,6 +17,8 @@ import infuse
 from infuse.errors import UnsupportedCall
 from infuse.layers.block import Block
 from infuse.layers.called_part import CalledPart
+from infuse.layers.experts import Experts
+from infuse.layers.router import Router
 from tests.models.encoder_decoders import T5, TEXTS
 from tests.models.families import FAMILIES, inputs
 
@@ -127,11 +129,21 @@ def test_hooks_hear_the_originals_calls(name: str, quant: str | None) -> None:
     assert_alike(result, exact, None if quant else 1e-3, ("result",))
 
 
-def attentions(name: str, model: nn.Module, like: nn.Module) -> list[nn.Module]:
-    """Each attention of `model`, which has the paths of `like`'s if that is the original."""
-    of = parts(model) if model is not like else dict(like.named_modules())
-    paths = [path for path in parts(like) if "mlp" not in path]
-    return [of[path] for path in paths]
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek-v3", "qwen2-moe"])
+def test_routers_and_experts(name: str) -> None:
+    original, replaced = made(name)
+    ours = {path: module for path, module in replaced.named_modules() if isinstance(module, (Router, Experts))}
+    kinds = tuple({type(module).__mro__[2] for module in ours.values() if isinstance(module, Router)})
+    theirs = {
+        path: module
+        for path, module in original.named_modules()
+        if isinstance(module, kinds) or path.endswith(".experts")
+    }
+    heard = Heard(theirs), Heard(ours)
+    run(original, name), run(replaced, name)
+    assert len(heard[1].calls) == len(heard[0].calls) > 0
+    for (path, exact), (_, found) in zip(*(each.calls for each in heard), strict=True):
+        assert_alike(found, exact, 1e-3, (path,))
 
 
 EDITED = ("llama", "gpt2", "bert", "mixtral", "gemma3", "bloom", "bart", "t5", "qwen3_next", "deberta-v3")
@@ -349,3 +361,34 @@ def test_parts_whose_call_is_unclear_refuse_hooks(name: str, place: str) -> None
         run(replaced, name)
     handle.remove()
     assert_alike(run(replaced, name), exact, 1e-3, (name,))
+
+
+def test_a_part_called_by_itself() -> None:
+    """It returns what the original's module does, and its result refuses a backward pass."""
+    original, replaced = made("llama")
+    generator = torch.Generator().manual_seed(3)
+    x, turns = torch.randn(2, 5, 48, generator=generator), torch.randn(2, 2, 5, 12, generator=generator)
+    asked = dict(hidden_states=x, position_embeddings=(turns[0], turns[1]), attention_mask=None)
+    attention = replaced.get_submodule("model.layers.1.self_attn")
+    exact = original.get_submodule("model.layers.1.self_attn")(**asked)
+    found = attention(**asked)
+    assert_alike(found[0].detach(), exact[0].detach(), 1e-4, ())
+    with pytest.raises(UnsupportedCall, match="backward"):
+        found[0].sum().backward()
+
+
+def test_hooks_that_are_there_before() -> None:
+    """Those on a module that a part is called as move to it; those on the module around it keep the layer."""
+    exact, seen = made("llama")[0], list[set[str]]()
+    model = BY_NAME["llama"].make()
+    for layer in model.model.layers:  # type: ignore[operator, union-attr]
+        layer.self_attn.register_forward_hook(lambda _, __, kwargs, ___: seen.append({*kwargs}), with_kwargs=True)
+    replaced = infuse.init_inference(model, dtype="fp32", progress=False).module
+    assert any(isinstance(module, Block) for module in replaced.modules())
+    seen.clear()
+    assert_alike(run(replaced, "llama"), run(exact, "llama"), 1e-3, ())
+    assert len(seen) == 3 and all("position_embeddings" in names for names in seen)
+    model = BY_NAME["t5"].make()
+    model.encoder.block[0].layer[0].register_forward_hook(louder, with_kwargs=True)  # type: ignore[operator, union-attr, index]
+    plan = infuse.init_inference(model, dtype="fp32", progress=False).plan
+    assert any("has a hook" in left.why for left in plan.left if left.path == "encoder.block.0"), str(plan)
