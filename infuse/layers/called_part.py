@@ -107,11 +107,16 @@ def heard(name: str, part: nn.Module, stream: Any, *over: Any) -> Any:
 def _heard_if_unclear(name: str, part: nn.Module, stream: Any, *over: Any) -> Any:
     """Compute a part of which the original's call is unclear. UnsupportedCall if hooks of users listen to it.
 
-    Hooks on all modules do not hear it, as they do not hear the modules inside.
+    transformers' recorders get its result. Hooks on all modules do not hear it, as they do not hear modules inside.
     """
-    given = (stream.y, stream.inputs, *over) if isinstance(part, CalledPart) else (stream.y,)
-    if isinstance(part, Settled) and has_recorders_alone(part):
-        return part.forward(*given) if has_no_hooks(part) else part(*given)
+    is_called = isinstance(part, CalledPart)
+    is_own = isinstance(part, Settled) and (not is_called or type(part).forward is CalledPart.forward)
+    if is_own and has_recorders_alone(part):
+        made: Any = part
+        returned = made.mix(stream.y, stream.inputs, *over) if is_called else made.forward(stream.y)
+        for recorder in part._forward_hooks.values():
+            recorder(part, (stream.y,), returned)
+        return returned
     raise UnsupportedCall(
         f"{name} of {type(part).__name__} has hooks or was exchanged, and how the original calls it is unclear; "
         f"{KEEPS_LAYERS}"
