@@ -18,10 +18,11 @@ from infuse.layers.block import Block
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.linear import TransposedLinear
+from infuse.layers.mixer import Mixer
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
-from infuse.layers.shown_outside import shown_outside
+from infuse.layers.shown_outside import OUTER_CONFIG, shown_outside
 from infuse.plan.step import Step
 from infuse.reading.inner_calls import in_rows, inner_calls
 from infuse.reading.keywords import unread_by
@@ -171,6 +172,8 @@ def _keep_settings(new: nn.Module, old: nn.Module) -> None:
             continue
         for name, value in vars(original).items():
             is_free = name not in vars(part) and not hasattr(type(part), name)
+            if name == "config" and isinstance(part, Mixer):  # which would compute by the function that it names
+                name = OUTER_CONFIG
             if is_free and not name.endswith("_hooks") and _holds_no_module(value):
                 object.__setattr__(part, name, value)
         if isinstance(part, Settled):

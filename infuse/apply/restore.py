@@ -160,8 +160,8 @@ def _check(model: nn.Module, roots: list[nn.Module]) -> None:
     for new, original in originals_in(model):
         if original.skeleton is None:
             raise UnsupportedCall(f"restore: what {original.path} was is not known; load the model again")
-        for path, places in _counterparts(new, original).items():
-            what, part = f"{original.path}.{path}".strip(".") or "the model", new.get_submodule(path)
+        for path, part, places in _counterparts(new, original):
+            what = f"{original.path}.{path}".strip(".") or "the model"
             if original.is_exchanged(path, part):
                 raise UnsupportedCall(
                     f"restore: {what} has another module, or a forward of its own, since init_inference; take it out "
@@ -236,18 +236,18 @@ def _rebuilt(new: nn.Module, original: Original, done: ExitStack) -> tuple[nn.Mo
     return old, rounded
 
 
-def _counterparts(new: nn.Module, original: Original) -> dict[str, tuple[str, ...]]:
-    """Path of each part of `new` → the paths of the modules that it stands for; none for one of ours alone."""
+def _counterparts(new: nn.Module, original: Original) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """The parts of `new` by path, with the paths of the modules that each stands for; none for one of ours alone."""
     assert original.skeleton is not None
     stand, there = stands_for(new), original.skeleton.paths
-    paths = (path for path, _ in new.named_modules())
-    return {path: stand.get(path, (path,) if path in there else ()) for path in paths}
+    for path, part in new.named_modules():
+        yield path, part, stand.get(path, (path,) if path in there else ())
 
 
 def _hand_over(new: nn.Module, old: nn.Module, original: Original) -> None:
     """Give the modules that are put back the hooks, and the attributes that have been set, of those in their places."""
-    for path, places in _counterparts(new, original).items():
-        part, before = new.get_submodule(path), original.attributes.get(path, {})
+    for path, part, places in _counterparts(new, original):
+        before = original.attributes.get(path, {})
         mine = {name: value for name, value in _attributes(part).items() if value is not before.get(name, _UNSET)}
         modules = [old.get_submodule(place) for place in places]
         for module in modules:

@@ -23,10 +23,18 @@ def shown_outside(part: nn.Module, outer: str, inner: str, kind: type[nn.Module]
     return shown
 
 
+OUTER_CONFIG = "_outer_config"  # the config of the outer module, where the inner one has none
+
+
 class _Outside(nn.Module):
     """Shares the `__dict__` of a part."""
 
     _places: tuple[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config" and OUTER_CONFIG in vars(self):
+            return vars(self)[OUTER_CONFIG]
+        return super().__getattr__(name)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         outer, inner = self._places
