@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from infuse.modes import Transparent
+
 _ALONG = ("index_select", "index_copy", "index_copy_", "index_add", "index_add_", "index_fill", "index_fill_", "gather",
           "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")  # fmt: skip
 _FROM_BOTH_ENDS = ("index", "index_put", "index_put_", "_index_put_impl_")  # negative indices count from the end
@@ -27,7 +29,7 @@ def lookups_in_range(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else CheckedLookups()
 
 
-class CheckedLookups(TorchDispatchMode):
+class CheckedLookups(Transparent, TorchDispatchMode):
     """Raises IndexError for indices of ATen's lookups that are out of range, whatever their device."""
 
     supports_higher_order_operators = True

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from infuse.modes import Transparent
+
 _T = TypeVar("_T")
 
 
@@ -60,7 +62,7 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class FilledNumbers(TorchFunctionMode):
+class FilledNumbers(Transparent, TorchFunctionMode):
     """Context in which `torch.tensor` of a number fills memory on its device, instead of copying from the host.
 
     A graph records no such copy, and models make their masks with them.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from infuse.authors import LIBRARIES, are_users, users_methods
 from infuse.cache_names import cache_in
@@ -23,6 +22,7 @@ from infuse.instance_method import InstanceMethod, unbound
 from infuse.layers.cache import pair_of
 from infuse.layers.gradient import refusing
 from infuse.layers.linear import has_global_hooks
+from infuse.modes import is_traced
 from infuse.parallel.group import Group
 
 
@@ -81,7 +81,7 @@ class Forward(InstanceMethod):
         return type(self).__call__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # torch.compile makes its own graphs
+        if is_traced():  # torch.compile makes its own graphs, and modes see no kernels in a replay
             return self._run(*args, **kwargs)
         try:
             cache = cache_in(kwargs)

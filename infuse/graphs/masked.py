@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from infuse.modes import Transparent
 
-class MaskedAssignments(TorchFunctionMode):
+
+class MaskedAssignments(Transparent, TorchFunctionMode):
     """Context in which an assignment of one value under a mask selects the old or the new value in each place."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.functional import softplus
 
 from infuse import ops
@@ -37,6 +36,7 @@ from infuse.layers.named_attention import attribute, is_paged, named_attention
 from infuse.layers.native_part import NONE, NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm, scaled
 from infuse.layers.position import LearnedBias, Positions, additive, grown, make_positions, missing
+from infuse.modes import is_traced
 from infuse.ops.cache_rows import values_of
 
 _BIASES = (NoPosition, PassedScores, RelativeBias)  # nothing, or what is added to the mask
@@ -455,7 +455,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         if not self.shape.inverted_mask or mask.dtype != torch.bool:
             return mask
         # Models with such masks fill the lowest score in: a query that sees nothing, as padding, then sees all alike.
-        unread = is_compiling() or mask.device.type != "cpu"  # values that must not be looked at
+        unread = is_traced() or mask.device.type != "cpu"  # values that must not be looked at
         if mask.shape[-2] > 1 and (unread or bool(mask.all(-1).any())):
             return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, torch.finfo(dtype).min)
         return ~mask

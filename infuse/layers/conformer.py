@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.conformer import (
@@ -31,6 +30,7 @@ from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import named_attention
 from infuse.layers.norm import Norm
 from infuse.layers.position import additive, missing
+from infuse.modes import is_traced
 
 
 class RelativeAttention(Mixer[RelativeAttentionShape]):
@@ -96,7 +96,7 @@ class RelativeAttention(Mixer[RelativeAttentionShape]):
         if not isinstance(vectors, Tensor) or [*vectors.shape[1:]] != wanted:
             found = [*vectors.shape] if isinstance(vectors, Tensor) else type(vectors).__name__
             raise UnsupportedCall(f"{distances.argument} is {found}, not [batch or 1, {wanted[0]}, {wanted[1]}]")
-        is_read = vectors.device.type == "cpu" and not is_compiling()  # elsewhere the host would wait
+        is_read = vectors.device.type == "cpu" and not is_traced()  # elsewhere the host would wait
         if is_read and len(vectors) > 1 and torch.equal(vectors[1:], vectors[:1].expand_as(vectors[1:])):
             vectors = vectors[:1]
         made = direct(self._modules["distances"], vectors)  # type: ignore[arg-type]

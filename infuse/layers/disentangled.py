@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from infuse.architectures.disentangled import DisentangledShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.position import Positions, additive, missing
+from infuse.modes import is_traced
 
 
 class DisentangledScores(Positions):
@@ -48,7 +48,7 @@ class DisentangledScores(Positions):
         if len(vectors_NC) < 2 * position.span:
             raise _of_other_shape("rel_embeddings", vectors_NC, f"[at least {2 * position.span}, width]")
         pairs_TT = buckets[0].long()
-        line = None if is_compiling() or pairs_TT.device.type != "cpu" else _line(pairs_TT)  # its values are read
+        line = None if is_traced() or pairs_TT.device.type != "cpu" else _line(pairs_TT)  # its values are read
         last, total = 2 * position.span - 1, None
         for x, target, is_wanted in ((q_BHTD, "pos_key", position.by_key), (k_BHTD, "pos_query", position.by_query)):
             if not is_wanted:

@@ -7,7 +7,6 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.experts import ExpertsShape
@@ -20,6 +19,7 @@ from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
 from infuse.layers.named_experts import NamedExperts
 from infuse.layers.native_part import NativePart, PartWriter
+from infuse.modes import is_any_on, is_traced
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
@@ -84,6 +84,10 @@ class QuantizedExpertMatrix(Quantized, NativePart):
     def arguments(self) -> tuple:
         """The op's arguments for this matrix."""
         return self.listed(), self._parameters["bias"]
+
+    def in_rows(self) -> tuple:
+        """The same, with the weight as the reference reads it."""
+        return [*self.held().tensors.values()], self._parameters["bias"]
 
     def native(self, to: PartWriter) -> None:
         to.must_stay_none("first_use")
@@ -188,13 +192,16 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
             if isinstance(up, QuantizedExpertMatrix) or self._combine is not None:
                 return unrecorded(Experts.forward, self, hidden_states, top_k_index, top_k_weights)
             compute = ops.experts.bound(ops.REFERENCE)  # has gradients, like plain linears
-        if (up.first_use is not None or down.first_use is not None) and not is_compiling():
+        if (up.first_use is not None or down.first_use is not None) and not is_traced():
             self._first_use(top_k_index)
         if isinstance(up, ExpertMatrix):
             x = x.to(self.running_dtype or up.weight.dtype)  # some blocks compute in float32 around experts in 16 bits
         elif isinstance(down, QuantizedExpertMatrix) and not (up.prepared and down.prepared):
             self._use_reference(up, down)
-        y = compute(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
+        matrices = up.arguments(), down.arguments()
+        if isinstance(up, QuantizedExpertMatrix) and is_any_on():
+            compute, matrices = ops.quantized_experts.bound(ops.REFERENCE), (up.in_rows(), down.in_rows())
+        y = compute(x, top_k_index, top_k_weights, *matrices[0], *matrices[1], *self._after)
         y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from infuse.modes import Transparent
+
 _COMPARED: dict[Any, Callable[[int, int], bool]] = {
     Tensor.gt: operator.gt,
     Tensor.ge: operator.ge,
@@ -61,7 +63,7 @@ class HeldCount(Tensor):
         return function(*args, **kwargs)
 
 
-class HeldCounts(TorchFunctionMode):
+class HeldCounts(Transparent, TorchFunctionMode):
     """Context in which integers from one HeldCount to another, and such rows of a table, are made on the device.
 
     PyTorch asks no tensor what these are: it reads numbers.

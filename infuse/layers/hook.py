@@ -167,14 +167,11 @@ def attend(
         return functions["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    if is_compiling():  # the traced graph holds the op; nothing is counted
-        run: Callable = ops.attention.bound(body)
-    else:
-        run = ops.attention.body(body)
-        if calls is not None:
-            calls.append(type(module).__name__)
+    if calls is not None and not is_compiling():
+        calls.append(type(module).__name__)
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal:
         key, value = in_order(query.shape[2], key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    run = ops.attention.bound(body)
     return run(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None

@@ -19,6 +19,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import has_global_hooks, has_no_hooks, rounds_activations
 from infuse.layers.native_part import ENCODER, FEW_TOKENS, NativeInputs, NotNative, ProgramText, computation
+from infuse.modes import PLAIN
 from infuse.native import limits
 from infuse.ops.cpu.linear import takes_tiles
 from infuse.ops.cpu.program import NativeProgram
@@ -56,7 +57,7 @@ class OneCall:
         if modules is None or not modules.are_unmodified() or has_global_hooks():
             return None
         tensors = [*map(getitem, *modules.tensors)]
-        return None if [1 for tensor in tensors if tensor is None] else tensors
+        return None if [1 for tensor in tensors if type(tensor) not in PLAIN] else tensors
 
     def _find(self, roots: Sequence[nn.Module]) -> WatchedModules | None:
         """Find the modules of the call; None if one has been exchanged for another kind."""

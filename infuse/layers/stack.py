@@ -31,6 +31,7 @@ from infuse.layers.one_call import OneCall, StepCall, states_last
 from infuse.layers.position import LearnedBias, PassedCosSin, Positions
 from infuse.layers.recurrence_slot import StateSlot
 from infuse.layers.recurrent import Recurrent
+from infuse.modes import has_address
 from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
@@ -206,7 +207,7 @@ class StackCall(OneCall):
         `states`: what the blocks read of an encoder's states. `mask` [B, 1, 1, L] tells which of the L tokens in the
         cache are seen; all later ones are.
         """
-        if autocast.is_any_on():
+        if autocast.is_any_on() or not has_address(x_BTC):
             return None
         if self._embedding is not None and _looked_up_times(self._embedding, x_BTC) != self._scale:
             return None

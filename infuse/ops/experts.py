@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.activations import ExpertGate
+from infuse.modes import transform
 from infuse.ops.op import Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -97,11 +98,19 @@ def _summed(
     (x_TH, index_TK, weights_TK), (up, down), (up_rows, count) = routed, products, rows
     width, expert_TK = x_TH.shape[1], index_TK - gate.first
     here_TK = (expert_TK >= 0) & (expert_TK < count)
-    y_TKH = x_TH.new_zeros(*index_TK.shape, width)
-    for expert in expert_TK[here_TK].unique().tolist():
+
+    def computed(expert: int, x: Tensor) -> Tensor:
         of_up, of_down = (slice(expert * step, (expert + 1) * step) for step in (up_rows // count, width))
-        token, route = torch.where(expert_TK == expert)
-        y_TKH[token, route] = down(of_down, gate.inner(up(of_up, x_TH[token])))
+        return down(of_down, gate.inner(up(of_up, x)))
+
+    y_TKH = x_TH.new_zeros(*index_TK.shape, width)
+    if transform() is None:
+        for expert in expert_TK[here_TK].unique().tolist():
+            token, route = torch.where(expert_TK == expert)
+            y_TKH[token, route] = computed(expert, x_TH[token])
+    else:  # which cannot tell the tokens of an expert: each expert computes all
+        for expert in range(count):
+            y_TKH = torch.where((expert_TK == expert)[..., None], computed(expert, x_TH)[:, None], y_TKH)
     weighed_TKH = y_TKH * weights_TK.masked_fill(~here_TK, 0).unsqueeze(-1)
     return weighed_TKH.sum(dim=1).to(x_TH.dtype)
 

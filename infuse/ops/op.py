@@ -2,6 +2,7 @@
 
 A plan chooses the bodies, which are then called directly. While torch.compile or torch.export traces, the same call
 becomes one graph node, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls a registered op.
+Under somebody's modes and transforms (infuse/modes.py), PyTorch's own operations compute instead of our kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from infuse import modes
 from infuse.device import Device
 from infuse.errors import UnsupportedCall
+from infuse.modes import PLAIN, dispatch_modes, function_modes, transform
 from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
@@ -92,7 +95,8 @@ CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
 class Bound:
     """An op with its chosen body, as layers call it. Pickled by name.
 
-    Calls the body directly, or the registered op while a graph is traced.
+    Calls the body directly, the registered op while a graph is traced or tensors are fake, and PyTorch's operations
+    where somebody's mode, transform or class of tensors is to see them.
     """
 
     __slots__ = ("_op", "_body", "_function")
@@ -110,11 +114,17 @@ class Bound:
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
-            return getattr(torch.ops.infuse, self._op).default(*args, body=self._body)
+            return self._registered(args)
+        if (dispatch_modes() or function_modes() or transform() is not None) and modes.is_any_on():
+            return self._seen(args)
+        if type(args[0]) not in PLAIN:
+            return self._seen(args)
         try:
             return self._function(*args)
         except (RuntimeError, TypeError) as error:
             if torch._C._get_tracing_state() is None:
+                if not all(map(modes.is_plain, _tensors_in(args))):
+                    return self._seen(args)
                 if mixed := _mixed_dtypes(error, args):
                     raise UnsupportedCall(f"{self._op}: {mixed}") from error
                 raise
@@ -123,8 +133,23 @@ class Bound:
                 "export the model with torch.export.export instead"
             ) from error
 
+    def _registered(self, args: tuple) -> Any:
+        return getattr(torch.ops.infuse, self._op).default(*args, body=self._body)
+
+    def _seen(self, args: tuple) -> Any:
+        """Compute by operations that modes, transforms and classes of tensors know."""
+        if modes.are_empty(_tensors_in(args)):
+            return self._registered(args)
+        op = _OPS[self._op]
+        return op.in_operations(*op.restored(self._body, args))
+
     def __reduce__(self) -> tuple:
         return _bound, (self._op, self._body)
+
+
+def _tensors_in(args: Iterable[Any]) -> list[Tensor]:
+    each = (value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return [value for value in each if isinstance(value, Tensor)]
 
 
 def _mixed_dtypes(error: Exception, args: Sequence[Any]) -> str:
@@ -173,10 +198,29 @@ class Op:
     def run(self, *args: Any, body: str) -> Any:
         """Run a body as the registered op. Results are contiguous and never views of an argument."""
         results = self.bodies[body].function(*args)
-        tensors = [tensor for arg in args for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        tensors = _tensors_in(args)
         if isinstance(results, (tuple, list)):
             return type(results)(_own(result, tensors) for result in results)
         return _own(results, tensors)
+
+    @property
+    def in_operations(self) -> Callable:
+        """The body of PyTorch's operations: its fused function, which a model without kernels calls, or the reference."""
+        return self.bodies.get("torch", self.bodies[REFERENCE]).function
+
+    def restored(self, name: str, args: tuple) -> tuple:
+        """Arguments for the reference, with the quantized weight converted back from the body's layout.
+
+        Only for ops of one weight.
+        """
+        layout = self.bodies[name].layout
+        if layout is None:
+            return args
+        names = [argument.name for argument in getattr(torch.ops.infuse, self.name).default._schema.arguments]
+        at, text = names.index("buffers"), names.index("format")
+        shape, format = args[text - 2 : text], quant_format(args[text])
+        restored = layout.restore(QuantizedWeight.listed(args[at], shape, format))
+        return (*args[:at], [*restored.tensors.values()], *args[at + 1 :])
 
     def prepared(self, name: str, args: tuple) -> tuple[Callable, tuple]:
         """The function of a body and its arguments, with the quantized weight converted to the body's layout.

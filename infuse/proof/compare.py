@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from infuse.architectures.experts import ExpertsShape
 from infuse.dtype_cast import in_dtype
 from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
+from infuse.modes import Transparent
 from infuse.plan.bytes import has_state
 from infuse.plan.step import Step
 from infuse.proof.cases import CACHE, Case
@@ -148,7 +149,7 @@ def _large_products(module: nn.Module) -> AbstractContextManager[Any]:
     return _LargeProductsByOneDNN() if has_large else nullcontext()
 
 
-class _LargeProductsByOneDNN(TorchFunctionMode):
+class _LargeProductsByOneDNN(Transparent, TorchFunctionMode):
     """Multiply with large float32 weights by oneDNN, as `in_dtype` does with those that it casts.
 
     On AMD, MKL, which F.linear calls, takes 1.3 times as long for some dozen rows, and twice as long for a few.

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+
+from infuse.modes import is_traced
 
 # glibc maps allocations of this size anew each time. Touching 64 MiB for the first time takes 20 ms, a fifth of the
 # convolution that fills it; with large pages 146 ms, on a machine whose memory was in use.
@@ -29,7 +30,7 @@ class Buffers:
     def image(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised image of `sizes` [B, C, H, W] with channels last."""
         size = prod(sizes) * dtype.itemsize
-        if size < MAPPED_BYTES or is_compiling():
+        if size < MAPPED_BYTES or is_traced():
             return torch.empty(sizes, dtype=dtype, device="cpu", memory_format=torch.channels_last)
         batch, channels, rows, columns = sizes
         flat = torch.from_numpy(self._take(size)).view(dtype)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.unet import ConvShape, GroupNormShape, ResnetShape, UpsampleShape
@@ -23,6 +22,7 @@ from infuse.layers.diffusion.buffers import MAPPED_BYTES, Buffers
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import InferenceModule, Settled, is_recorded, unrecorded
 from infuse.layers.linear import direct, has_no_hooks
+from infuse.modes import is_traced
 
 # Results of convolutions of about this size stay in the caches: 128 channels of 512 x 512 in 64 MiB took 114 ms as a
 # whole with the sum after it, 93 ms in strips of 8 MiB and 97 ms in strips of 4 MiB.
@@ -51,7 +51,7 @@ class GroupNorm(Settled):
     ) -> Tensor:
         parameters = self._parameters
         arguments = (x, parameters["weight"], parameters["bias"], added, self._groups, self._eps, silu)
-        return self._body(*arguments) if out is None or is_compiling() else self._body(*arguments, out)
+        return self._body(*arguments) if out is None or is_traced() else self._body(*arguments, out)
 
 
 def silu_of(norm: Any, x: Tensor, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ class Conv(nn.Conv2d):
 
     def plus(self, x: Tensor, residual: Tensor | None, room: Tensor | None = None) -> Tensor:
         """Return residual + conv(x), possibly in `room`, which may be `residual`. Both are like the result."""
-        how = None if x.device.type != "cpu" or is_compiling() else self._way(x)
+        how = None if x.device.type != "cpu" or is_traced() else self._way(x)
         if how is not None:
             return how(x, residual, room)
         y = super().forward(x)
@@ -229,7 +229,7 @@ class Upsample(InferenceModule):
         x = laid_as(conv, hidden_states)
         _, _, rows, columns = x.shape
         doubled = output_size is None or tuple(output_size) == (2 * rows, 2 * columns)
-        if not doubled or x.device.type != "cpu" or is_compiling() or not (has_no_hooks(conv) and conv.is_as_made):
+        if not doubled or x.device.type != "cpu" or is_traced() or not (has_no_hooks(conv) and conv.is_as_made):
             return conv(F.interpolate(x, output_size or (2 * rows, 2 * columns), mode="nearest"))
         phases: list[Tensor] = self._phases.of((conv.weight,), lambda: phase_weights(conv.weight))
         sizes = (x.shape[0], conv.out_channels, 2 * rows, 2 * columns)

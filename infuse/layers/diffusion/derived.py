@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+
+from infuse.modes import is_traced
 
 _WORD_BYTES, _RUN_WORDS = 8, 1 << 9
 
@@ -30,7 +31,7 @@ class Derived:
 
     def of(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """Return the last result of make() if it came from the same, unchanged tensors; else call make()."""
-        if is_compiling() or any(t.is_inference() for t in tensors) or _is_captured(tensors[0]):
+        if is_traced() or any(t.is_inference() for t in tensors) or _is_captured(tensors[0]):
             return make()
         entry, states = self._held, [(t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
         sums = [_sums(t.detach()) for t in tensors if t.device.type == "cpu"]

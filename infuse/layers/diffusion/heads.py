@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.dit import HeadsShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.linear import direct, product, takes_around
+from infuse.modes import is_traced
 
 _PART_BYTES = 1 << 24
 
@@ -85,7 +85,7 @@ class Heads(Unheard):
             return product(up, y, None, None, act) if fused else self._act(direct(up, y), act)
 
         in_parts = y_BTC.device.type == "cpu" and fused and takes_around(out) and out._combine is None
-        if not in_parts or is_compiling():
+        if not in_parts or is_traced():
             return direct(out, torch.cat((attended, inner(y_BTC)), dim=2))
         most = max(_PART_BYTES // (self.shape.matrices[-1].inputs * y_BTC.element_size()), 1)
         rows = y_BTC.flatten(0, 1)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.modes import PLAIN
 from infuse.native import DTYPES, isa, kernels, limits, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import Fusion, linear
@@ -60,6 +61,8 @@ def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion)
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtype = x.dtype
+    if type(weight) not in PLAIN:  # another library's, which multiplies in its own way
+        return False
     if x.size(-1) != weight.size(1):  # the kernel would read past x; PyTorch's product raises
         return False
     return (

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.modes import PLAIN
 from infuse.ops.linear import FEW_ROWS, Fusion, linear
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, norm_block, plain_row, plain_tiles
@@ -54,7 +55,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion) ->
     most = 1 if x.dtype is torch.float32 else FEW_ROWS
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
-    if weight.stride(1) != 1 or (gated and outputs % 2) or x.shape[-1] != inputs:
+    if type(weight) not in PLAIN or weight.stride(1) != 1 or (gated and outputs % 2) or x.shape[-1] != inputs:
         return None
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     around = around if residual is None else around._replace(residual=residual.contiguous())
