@@ -137,7 +137,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
         sinks = self._parameters.get("sinks")
-        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
+        out_BTHD = self.attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
         weights = None
         if inputs.want_weights:
             counted = sinks if shape.sinks_in_weights else None

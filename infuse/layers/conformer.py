@@ -65,7 +65,7 @@ class RelativeAttention(Mixer[RelativeAttentionShape]):
             out, weights = self._by_name(q, k, v, scores, inputs)
             return direct(parts["out"], out), weights
         mask = self._masked(scores, inputs.mask, q.dtype, q.shape[2])
-        out = self._attend(q, k, v, mask, None, shape.scale, False, 0, 0.0, None).flatten(2)
+        out = self.attend(q, k, v, mask, None, shape.scale, False, 0, 0.0, None).flatten(2)
         weights = None
         if inputs.want_weights:
             weights = ops.attention_weights(q, k, mask, None, shape.scale, False, 0, 0.0).to(q.dtype)

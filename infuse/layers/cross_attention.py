@@ -71,7 +71,7 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
 
     def _attended(self, x_RTC: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q = self._heads(direct(self.q, x_RTC))
-        out_RTHD = self._attend(q, k, v, mask, None, self.shape.scale, False, 0, self.shape.softcap, None)
+        out_RTHD = self.attend(q, k, v, mask, None, self.shape.scale, False, 0, self.shape.softcap, None)
         return direct(self.out, out_RTHD.flatten(2))
 
     def native(self, to: PartWriter) -> None:

@@ -19,7 +19,7 @@ from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
 from infuse.layers.named_experts import NamedExperts
 from infuse.layers.native_part import NativePart, PartWriter
-from infuse.modes import is_any_on, is_traced
+from infuse.modes import are_empty, is_any_on, is_traced
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
@@ -199,7 +199,7 @@ class Experts(InferenceModule, NativePart, CastsOnUse):
         elif isinstance(down, QuantizedExpertMatrix) and not (up.prepared and down.prepared):
             self._use_reference(up, down)
         matrices = up.arguments(), down.arguments()
-        if isinstance(up, QuantizedExpertMatrix) and is_any_on():
+        if isinstance(up, QuantizedExpertMatrix) and is_any_on() and not are_empty([x]):
             compute, matrices = ops.quantized_experts.bound(ops.REFERENCE), (up.in_rows(), down.in_rows())
         y = compute(x, top_k_index, top_k_weights, *matrices[0], *matrices[1], *self._after)
         y = y if self._combine is None else self._combine(y)

@@ -28,6 +28,7 @@ from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, dec
 from infuse.layers.norm import Norm
 from infuse.layers.position import grown, make_positions
 from infuse.layers.slot import Slot
+from infuse.modes import dispatch_modes
 
 _EXPANDS_FASTER = 10
 
@@ -108,7 +109,7 @@ class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
     def _is_plain(self) -> bool:
         """Whether the weight of kv_b may be used without calling the module."""
         expand: Any = self._modules["kv_b"]
-        return type(expand) is Linear and has_no_hooks(expand) and not autocast.is_any_on()
+        return type(expand) is Linear and has_no_hooks(expand) and not (autocast.is_any_on() or dispatch_modes())
 
     def _expanded(self, latents_BLR: Tensor, keys_B1LE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys of all heads [B, H, L, N + E], and their values [B, H, L, V]."""
@@ -125,7 +126,7 @@ class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
             v = F.pad(v, (0, more))
         elif more < 0:
             q, k = F.pad(q, (0, -more)), F.pad(k, (0, -more))
-        out_BTHD = self._attend(q, k, v, mask, None, self.shape.scale, causal, 0, 0.0, None)
+        out_BTHD = self.attend(q, k, v, mask, None, self.shape.scale, causal, 0, 0.0, None)
         return out_BTHD[..., : self.shape.value_width]
 
     def _by_name(

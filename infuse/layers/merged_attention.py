@@ -54,7 +54,7 @@ class MergedAttention(Attention):
             attend = named_attention(self)
             out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **inputs.more)
         else:
-            out_BTHD = self._attend(q, k, v, mask, None, shape.scale, False, 0, 0.0, None)
+            out_BTHD = self.attend(q, k, v, mask, None, shape.scale, False, 0, 0.0, None)
             if inputs.want_weights:
                 weights = ops.attention_weights(q, k, mask, None, shape.scale, False, 0, 0.0).to(x_BTC.dtype)
         out = self._projected(out_BTHD.reshape(batch, tokens, -1), None, residual)

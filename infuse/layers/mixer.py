@@ -19,6 +19,7 @@ from infuse.layers.named_attention import attribute
 from infuse.layers.recurrence_slot import ForeignStates, StateSlot
 from infuse.layers.slot import Filler
 from infuse.layers.states_slot import MadeSlot
+from infuse.modes import dispatch_modes
 
 Shape = TypeVar("Shape", bound=MixerShape)
 
@@ -32,12 +33,21 @@ class Mixer(CalledPart, Generic[Shape]):
     """
 
     calls_named: ClassVar[bool] = False  # whether it calls the attention function that the model's config names
+    by_name = True  # whether the original does; else it computes its scores itself
+    _attend: ops.Bound  # of attentions
 
     def __init__(self, shape: Shape, context: BuildContext):
         super().__init__()
         self.shape: Shape = shape
         self._index, self._group, self._name = context.index, context.group, context.name
         self.filler = Filler(uuid4().hex)  # in a KVCache: copies of the model may continue it, other models may not
+
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """The op of attention; under a mode, which may count products, by products where the original does so."""
+        if dispatch_modes() and (not self.by_name or attribute(self, "_attn_implementation") in (None, "eager")):
+            return ops.attention.reference
+        return self._attend
 
     @property
     def index(self) -> int:

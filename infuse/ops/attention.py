@@ -5,7 +5,8 @@ Suffixes: B batch, H query heads, K key/value heads (H a multiple of K), T queri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -176,6 +177,11 @@ def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) 
     if first.dtype == torch.bool:
         return second.to(dtype).masked_fill(~first, float("-inf"))
     return (first.to(dtype) + second.to(dtype)).clamp(min=torch.finfo(dtype).min)
+
+
+@attention.flops
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: object) -> int:
+    return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
 @attention.fake

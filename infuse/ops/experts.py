@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ _GATE = "str activation, bool gated=True, float limit=0.0, bool limit_after=Fals
 
 @op(
     "experts(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
-    f" {_GATE}) -> Tensor"
+    f" {_GATE}) -> Tensor",
+    reads_values=True,
 )
 def experts(
     x_TH: Tensor,
@@ -59,7 +61,8 @@ def experts(
 
 @op(
     "quantized_experts(Tensor x, Tensor index, Tensor weights, Tensor[] up, Tensor? up_bias, Tensor[] down,"
-    f" Tensor? down_bias, int inner, str up_format, str down_format, {_GATE}) -> Tensor"
+    f" Tensor? down_bias, int inner, str up_format, str down_format, {_GATE}) -> Tensor",
+    reads_values=True,
 )
 def quantized_experts(
     x_TH: Tensor,
@@ -113,6 +116,21 @@ def _summed(
             y_TKH = torch.where((expert_TK == expert)[..., None], computed(expert, x_TH)[:, None], y_TKH)
     weighed_TKH = y_TKH * weights_TK.masked_fill(~here_TK, 0).unsqueeze(-1)
     return weighed_TKH.sum(dim=1).to(x_TH.dtype)
+
+
+@experts.flops
+def _flops(x: Sequence[int], index: Sequence[int], weights: Any, up: Any, _: Any, down: Sequence[int], *more: Any) -> int:
+    return _flops_of_routes(x[1], index, down[1], more[1:])
+
+
+@quantized_experts.flops
+def _quantized_flops(x: Sequence[int], index: Sequence[int], *more: Any) -> int:
+    return _flops_of_routes(x[1], index, more[5], more[8:])
+
+
+def _flops_of_routes(width: int, index: Sequence[int], inner: int, gate: Sequence[Any]) -> int:
+    """Each route is one row through both matrices of an expert."""
+    return 2 * prod(index) * width * inner * (3 if ExpertGate(*gate).gated else 2)
 
 
 @experts.fake

@@ -8,6 +8,7 @@ Suffixes: R rows, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,16 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -
 @quantized_linear.fake
 def _quantized_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], Fusion(*arguments[5:]).outputs(arguments[2]))
+
+
+@linear.flops
+def _linear_flops(x: Sequence[int], weight: Sequence[int], *_: Any) -> int:
+    return 2 * prod(x) * weight[0]
+
+
+@quantized_linear.flops
+def _quantized_flops(x: Sequence[int], buffers: Any, bias: Any, outputs: int, *_: Any) -> int:
+    return 2 * prod(x) * outputs
 
 
 # Rows, inputs, outputs; norm, its weight and bias, offset; activation, gated; bias, residual.

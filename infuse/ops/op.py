@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils.flop_counter import register_flop_formula
 
 from infuse import modes
 from infuse.device import Device
@@ -95,8 +96,8 @@ CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
 class Bound:
     """An op with its chosen body, as layers call it. Pickled by name.
 
-    Calls the body directly, the registered op while a graph is traced or tensors are fake, and PyTorch's operations
-    where somebody's mode, transform or class of tensors is to see them.
+    Calls the body directly, the registered op while a graph is traced, and PyTorch's operations where somebody's mode,
+    transform or class of tensors is to see them.
     """
 
     __slots__ = ("_op", "_body", "_function")
@@ -138,9 +139,9 @@ class Bound:
 
     def _seen(self, args: tuple) -> Any:
         """Compute by operations that modes, transforms and classes of tensors know."""
-        if modes.are_empty(_tensors_in(args)):
-            return self._registered(args)
         op = _OPS[self._op]
+        if (op.reads_values or self.layout is not None) and modes.are_empty(_tensors_in(args)):
+            return self._registered(args)
         return op.in_operations(*op.restored(self._body, args))
 
     def __reduce__(self) -> tuple:
@@ -171,13 +172,13 @@ def _bound(op: str, body: str) -> Bound:
 
 
 class Op:
-    """An op declared by `@op(schema)`. Calling it runs the reference.
+    """An op declared by `@op(schema)`. Calling it runs the reference, which `reads_values` of tensors or does not.
 
     `body(name)` returns the function of a body, `bound(name)` the callable that layers hold.
     """
 
-    def __init__(self, schema: str, reference: Callable):
-        self.schema = schema
+    def __init__(self, schema: str, reference: Callable, *, reads_values: bool):
+        self.schema, self.reads_values = schema, reads_values
         self.name = schema.partition("(")[0]
         self.reference = reference
         self.bodies: dict[str, Body] = {REFERENCE: Body(REFERENCE, reference, lambda device, dtype: None)}
@@ -257,6 +258,14 @@ class Op:
         torch.library.register_fake(f"infuse::{self.name}", lambda *args, body: function(*args), lib=_LIBRARY)
         return function
 
+    def flops(self, function: Callable[..., int]) -> Callable[..., int]:
+        """Declare the number of operations of the products, given the arguments with shapes in place of tensors.
+
+        For counters over traced graphs. Over models, counters see PyTorch's own operations.
+        """
+        register_flop_formula(getattr(torch.ops.infuse, self.name))(lambda *args, **_: function(*args))
+        return function
+
     def cases(self, maker: CaseMaker) -> CaseMaker:
         """Declare the cases: a generator over (dtype, device)."""
         self.case_maker = maker
@@ -292,11 +301,14 @@ class Op:
         raise AssertionError("the reference never declines")
 
 
-def op(schema: str) -> Callable[[Callable], Op]:
-    """Declare an op by its torch.library schema; the decorated function is its reference."""
+def op(schema: str, *, reads_values: bool = False) -> Callable[[Callable], Op]:
+    """Declare an op by its torch.library schema; the decorated function is its reference.
+
+    `reads_values`: the reference cannot run on tensors without values, so that a traced graph has to hold the op.
+    """
 
     def declare(reference: Callable) -> Op:
-        made = Op(schema, reference)
+        made = Op(schema, reference, reads_values=reads_values)
         assert made.name not in _OPS, f"{made.name} is declared twice"
         arguments, _, results = schema.rpartition(") -> ")
         _LIBRARY.define(f"{arguments}, *, str body) -> {results}")

@@ -5,7 +5,8 @@ Suffixes: T tokens, H hidden width, E experts, K experts of a token, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -114,6 +115,11 @@ def sparse_mixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
         chosen.append(index_T1)
         left_TE = logits_TE.scatter(-1, index_T1, float("-inf"))
     return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
+
+
+@router.flops
+def _flops(x: Sequence[int], weight: Sequence[int], *_: Any) -> int:
+    return 2 * prod(x) * weight[0]
 
 
 @router.fake
