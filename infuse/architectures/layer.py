@@ -181,16 +181,22 @@ class CallSpec:
 class Unread:
     """The keywords that a layer takes, by name or because it `takes_any`, and never reads: all but those in `read`.
 
-    `to_cache`: its cache gets them, too.
+    `read_by_plain`: those of them that it reads while the config names eager attention or sdpa; the others are read by
+    attention functions of other names. `to_cache`: its cache gets them, too.
     """
 
     names: frozenset[str] = frozenset()
     takes_any: bool = False
     read: frozenset[str] = frozenset()
+    read_by_plain: frozenset[str] = frozenset()
     to_cache: bool = False
 
     def __contains__(self, name: object) -> bool:
         return (self.takes_any or name in self.names) and name not in self.read
+
+    def by_plain(self, name: str) -> bool:
+        """Whether the keyword is not read while the config names eager attention or sdpa."""
+        return (self.takes_any or name in self.names) and name not in self.read_by_plain
 
 
 NOTHING_UNREAD = Unread()

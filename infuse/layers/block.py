@@ -299,7 +299,9 @@ class Block(InferenceModule):
         if not unread.names.isdisjoint(kwargs):  # the original hands nothing on that it takes by name
             kwargs = {name: value for name, value in kwargs.items() if name not in unread.names or name not in unread}
         if not self._mixers:
-            unknown = {name: value for name, value in unserved(kwargs, self._served).items() if name not in unread}
+            unknown = {
+                name: value for name, value in unserved(kwargs, self._served).items() if not unread.by_plain(name)
+            }
             if unknown:
                 refuse_arguments(self._layer, unknown, self._served)
         for name in self._mixers:

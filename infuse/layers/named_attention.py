@@ -9,13 +9,14 @@ attention does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from infuse.architectures.attention import NO_ATTRIBUTE
+from infuse.architectures.layer import NOTHING_UNREAD, Unread
 from infuse.authors import is_librarys
 from infuse.cache_names import CACHE, CACHE_NAMES, LAYERS_PAGE, cache_in
 from infuse.errors import UnsupportedCall
@@ -65,7 +66,7 @@ def arguments_of_named(
     served: frozenset[str],
     arguments: tuple[str, ...],
     layer: str,
-    unread: Container[str] = (),
+    unread: Unread = NOTHING_UNREAD,
 ) -> Mapping[str, Any] | None:
     """Return the keyword arguments for the attention function that the config names; None to call our own op.
 
@@ -73,7 +74,8 @@ def arguments_of_named(
     apart. Raise UnsupportedCall if neither the layer nor that function supports one.
     """
     ours, more, paged = names_ours(attention), unserved(kwargs, served), is_paged(cache_in(kwargs))
-    more = {name: value for name, value in more.items() if name not in unread}
+    ignored = unread.by_plain if ours and not paged else unread.__contains__
+    more = {name: value for name, value in more.items() if not ignored(name)}
     if ours and not more:
         return None
     by_name = calls_by_name(attention)

@@ -119,8 +119,8 @@ def _summed(
 
 
 @experts.flops
-def _flops(x: Sequence[int], index: Sequence[int], weights: Any, up: Any, _: Any, down: Sequence[int], *more: Any) -> int:
-    return _flops_of_routes(x[1], index, down[1], more[1:])
+def _flops(x: Sequence[int], index: Sequence[int], *more: Any) -> int:
+    return _flops_of_routes(x[1], index, more[3][1], more[5:])
 
 
 @quantized_experts.flops

@@ -123,16 +123,13 @@ class Bound:
         try:
             return self._function(*args)
         except (RuntimeError, TypeError) as error:
-            if torch._C._get_tracing_state() is None:
+            if torch._C._get_tracing_state() is None and not torch.onnx.is_in_onnx_export():
                 if not all(map(modes.is_plain, _tensors_in(args))):
                     return self._seen(args)
                 if mixed := _mixed_dtypes(error, args):
                     raise UnsupportedCall(f"{self._op}: {mixed}") from error
                 raise
-            raise UnsupportedCall(
-                f"torch.jit.trace cannot record the op {self._op}, {self._body}; "
-                "export the model with torch.export.export instead"
-            ) from error
+            raise _not_recorded(f"torch.jit.trace cannot record the op {self._op}, {self._body}") from error
 
     def _registered(self, args: tuple) -> Any:
         return getattr(torch.ops.infuse, self._op).default(*args, body=self._body)
@@ -146,6 +143,13 @@ class Bound:
 
     def __reduce__(self) -> tuple:
         return _bound, (self._op, self._body)
+
+
+def _not_recorded(what: str) -> UnsupportedCall:
+    return UnsupportedCall(
+        f"{what}, which only infuse computes: export the model before init_inference, or put the original modules back "
+        "with infuse.restore(model); torch.export.export makes programs that run where infuse is"
+    )
 
 
 def _tensors_in(args: Iterable[Any]) -> list[Tensor]:
@@ -206,7 +210,7 @@ class Op:
 
     @property
     def in_operations(self) -> Callable:
-        """The body of PyTorch's operations: its fused function, which a model without kernels calls, or the reference."""
+        """The body of PyTorch's operations: its fused function, or the reference."""
         return self.bodies.get("torch", self.bodies[REFERENCE]).function
 
     def restored(self, name: str, args: tuple) -> tuple:
@@ -255,7 +259,13 @@ class Op:
     def fake(self, function: Callable) -> Callable:
         """Declare the shape and dtype of the result for tracing. It must be contiguous, like the result of `run`."""
         self.fake_function = function
-        torch.library.register_fake(f"infuse::{self.name}", lambda *args, body: function(*args), lib=_LIBRARY)
+
+        def fake(*args: Any, body: str) -> Any:
+            if torch.onnx.is_in_onnx_export():
+                raise _not_recorded(f"torch.onnx.export cannot convert the op {self.name}")
+            return function(*args)
+
+        torch.library.register_fake(f"infuse::{self.name}", fake, lib=_LIBRARY)
         return function
 
     def flops(self, function: Callable[..., int]) -> Callable[..., int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
@@ -65,17 +65,21 @@ def _unread(cls: Any, inside: frozenset[_Class]) -> Unread:
         return NOTHING_UNREAD
     parameters = inspect.signature(cls.forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return Unread(frozenset(parameters), takes_any, frozenset(reads.found), reads.to_cache)
+    plain = frozenset(reads.found)
+    return Unread(frozenset(parameters), takes_any, plain | reads.of_attention, plain, reads.to_cache)
 
 
 class _Reads:
     """Find what a call of a layer may read that has modules of these classes `inside`.
 
-    `found`: keywords, maybe with more than are read. `to_cache`: a cache gets all of them.
+    `found`: keywords, maybe with more than are read; of the functions that a config may name for its attention, sdpa's
+    alone. `of_attention`: those of all these functions, which get what a layer hands on. `to_cache`: a cache gets all
+    keywords.
     """
 
     def __init__(self, inside: Iterable[_Class]):
-        self.found = set(_words_of_attention())
+        self._attention = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        self.found, self.of_attention = set(_words_below(self._attention["sdpa"])), _words_of(self._attention.values())
         self.to_cache = False
         self._classes = {each.cls for each in inside}
         self._children = frozenset[str]().union(*(each.children for each in inside))
@@ -197,14 +201,12 @@ class _Reads:
         functions = list(registry.values()) if isinstance(registry, Mapping) else []
         if not functions or any(isinstance(function, type) for function in functions):
             raise Unclear
-        for function in functions:
-            self.found.update(_words_below(function))
+        if registry is not self._attention:
+            self.found |= _words_of(functions)
 
 
-def _words_of_attention() -> Iterator[str]:
-    """All words in the functions that a config may name for its attention: they get what a layer hands on."""
-    for function in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.values():
-        yield from _words_below(function)
+def _words_of(functions: Iterable[Any]) -> frozenset[str]:
+    return frozenset[str]().union(*map(_words_below, functions))
 
 
 def _words_below(function: Any) -> frozenset[str]:

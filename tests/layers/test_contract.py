@@ -37,7 +37,7 @@ def call(block: Block, *args: Any, **kwargs: Any) -> Any:
         return block(hidden, *args, **{"position_embeddings": cos_sin, **kwargs})
 
 
-@pytest.mark.parametrize("argument", ["encoder_hidden_states", "softcap", "cu_seq_lens_q"])
+@pytest.mark.parametrize("argument", ["encoder_hidden_states", "softcap", "position_bias"])
 def test_an_argument_that_is_not_served_is_refused_by_name(argument: str) -> None:
     model = infuse.init_inference(BY_NAME["gpt2"].make(), dtype="fp32").module
     with pytest.raises(infuse.UnsupportedCall, match=argument):
