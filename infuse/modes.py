@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -27,6 +27,13 @@ PLAIN = frozenset({Tensor, nn.Parameter})  # other classes may compute in their 
 
 class Transparent:
     """Base class of our own modes, under which kernels run as ever."""
+
+
+class Operations(TorchFunctionMode):
+    """Context in which PyTorch's operations compute, for tensors that kernels cannot read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def is_any_on() -> bool:

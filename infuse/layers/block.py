@@ -41,7 +41,7 @@ from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias, PassedCosSin, missing
 from infuse.layers.program import Run, compiled, run
 from infuse.layers.recorders import has_active_hooks
-from infuse.modes import has_address
+from infuse.modes import Operations, has_address, is_traced
 from infuse.parallel.group import LOCAL, Group
 
 # Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.
@@ -191,7 +191,11 @@ class Block(InferenceModule):
         inputs = self._inputs(hidden_states, kwargs)
         packed = None
         # A traced graph needs the parts as separate ops and must not depend on a mask's values.
-        if inputs.more is None and has_address(hidden_states):
+        if not has_address(hidden_states):
+            if not is_traced():
+                with Operations():
+                    return self._out(hidden_states, kwargs)
+        elif inputs.more is None:
             if self._skips_padding and not any(map(has_listeners, self.children())):
                 packed = real_tokens(inputs.mask, self._inverted_mask, hidden_states)
             if packed is None and self._one_call is not None:

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from infuse import ops
 from infuse.architectures.experts import ExpertsShape
@@ -87,7 +88,8 @@ class QuantizedExpertMatrix(Quantized, NativePart):
 
     def in_rows(self) -> tuple:
         """The same, with the weight as the reference reads it."""
-        return [*self.held().tensors.values()], self._parameters["bias"]
+        with _disable_current_modes():  # which know no kernels of ours
+            return [*self.held().tensors.values()], self._parameters["bias"]
 
     def native(self, to: PartWriter) -> None:
         to.must_stay_none("first_use")

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.modes import transform
 from infuse.ops.op import Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -19,6 +21,8 @@ def quantized_embedding(
 ) -> Tensor:
     """dequantize(buffers)[index]: [..., width] in `dtype`; `index` holds integers in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
+    if transform() is not None:  # formats compute in place, which vmap refuses where the rows alone are batched
+        return F.embedding(index, chosen.dequantize(QuantizedWeight.listed(buffers, (rows, width), chosen), dtype))
     # index_select refuses indices out of range, negative ones too, as nn.Embedding does.
     chosen_rows = (buffer.index_select(0, flat) for buffer in buffers)
     taken = QuantizedWeight.listed(chosen_rows, (flat.numel(), width), chosen)

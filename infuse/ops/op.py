@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from infuse import modes
@@ -224,7 +225,8 @@ class Op:
         names = [argument.name for argument in getattr(torch.ops.infuse, self.name).default._schema.arguments]
         at, text = names.index("buffers"), names.index("format")
         shape, format = args[text - 2 : text], quant_format(args[text])
-        restored = layout.restore(QuantizedWeight.listed(args[at], shape, format))
+        with _disable_current_modes():  # which know no kernels of ours
+            restored = layout.restore(QuantizedWeight.listed(args[at], shape, format))
         return (*args[:at], [*restored.tensors.values()], *args[at + 1 :])
 
     def prepared(self, name: str, args: tuple) -> tuple[Callable, tuple]:
