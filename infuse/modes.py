@@ -1,7 +1,8 @@
 """PyTorch's modes and transforms, under which an operation may be seen by others and a tensor may have no memory.
 
 Under a TorchDispatchMode (counters of operations, FakeTensorMode), a TorchFunctionMode or a transform of torch.func,
-kernels must not read tensors by address, and no code may look at their values.
+kernels must not read tensors by address, and no code may look at their values. Nor may kernels compute where a library
+counts the calls of torch.nn.functional.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
@@ -22,6 +24,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 function_modes = torch._C._len_torch_function_stack
 transform = torch._C._functorch.peek_interpreter_stack
 
+LINEAR = F.linear  # counters of other libraries put a function of their own in its place
 PLAIN = frozenset({Tensor, nn.Parameter})  # other classes may compute in their own way
 
 
@@ -37,12 +40,19 @@ class Operations(TorchFunctionMode):
 
 
 def is_any_on() -> bool:
-    """Whether somebody's mode or a transform is active."""
-    if transform() is not None:
+    """Whether somebody's mode, transform or counter is active, apart from those of a graph that is traced."""
+    if is_compiling():  # which cannot ask the rest
+        return False
+    if transform() is not None or F.linear is not LINEAR:
         return True
     modes: list[Any] = _get_current_dispatch_mode_stack() if dispatch_modes() else []
     modes += _get_current_function_mode_stack() if function_modes() else []
     return any(not isinstance(mode, (Transparent, DeviceContext)) for mode in modes)
+
+
+def is_dispatched() -> bool:
+    """Whether a TorchDispatchMode may count operations; no more is asked than 100 ns allow."""
+    return not is_compiling() and dispatch_modes() > 0
 
 
 def is_traced() -> bool:

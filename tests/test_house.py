@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "routing",
         "device",
         "memory",
+        "modes",
         "temporary_hooks",
         "instance_method",
         "lookups",

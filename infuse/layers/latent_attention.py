@@ -28,7 +28,7 @@ from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, dec
 from infuse.layers.norm import Norm
 from infuse.layers.position import grown, make_positions
 from infuse.layers.slot import Slot
-from infuse.modes import dispatch_modes
+from infuse.modes import is_dispatched
 
 _EXPANDS_FASTER = 10
 
@@ -109,7 +109,7 @@ class LatentAttention(Mixer[LatentAttentionShape], NativeMixer):
     def _is_plain(self) -> bool:
         """Whether the weight of kv_b may be used without calling the module."""
         expand: Any = self._modules["kv_b"]
-        return type(expand) is Linear and has_no_hooks(expand) and not (autocast.is_any_on() or dispatch_modes())
+        return type(expand) is Linear and has_no_hooks(expand) and not (autocast.is_any_on() or is_dispatched())
 
     def _expanded(self, latents_BLR: Tensor, keys_B1LE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys of all heads [B, H, L, N + E], and their values [B, H, L, V]."""

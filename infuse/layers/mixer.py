@@ -19,7 +19,7 @@ from infuse.layers.named_attention import attribute
 from infuse.layers.recurrence_slot import ForeignStates, StateSlot
 from infuse.layers.slot import Filler
 from infuse.layers.states_slot import MadeSlot
-from infuse.modes import dispatch_modes
+from infuse.modes import is_dispatched
 
 Shape = TypeVar("Shape", bound=MixerShape)
 
@@ -45,7 +45,7 @@ class Mixer(CalledPart, Generic[Shape]):
     @property
     def attend(self) -> Callable[..., Tensor]:
         """The op of attention; under a mode, which may count products, by products where the original does so."""
-        if dispatch_modes() and (not self.by_name or attribute(self, "_attn_implementation") in (None, "eager")):
+        if is_dispatched() and (not self.by_name or attribute(self, "_attn_implementation") in (None, "eager")):
             return ops.attention.reference
         return self._attend
 

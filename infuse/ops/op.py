@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from infuse import modes
 from infuse.device import Device
 from infuse.errors import UnsupportedCall
-from infuse.modes import PLAIN, dispatch_modes, function_modes, transform
+from infuse.modes import LINEAR, PLAIN, dispatch_modes, function_modes, transform
 from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
@@ -31,6 +32,7 @@ REFERENCE = "reference"
 DEQUANTIZED = ("dequantized_float32", "dequantized_bfloat16", "dequantized_float16")
 PREFERENCE = ("triton", "cpu", "torch", *DEQUANTIZED, REFERENCE)
 
+_ENDS_TRACE = "as a constant"  # an error of torch.jit's tracer, after which it tells nobody that it was tracing
 _LIBRARY = torch.library.Library("infuse", "DEF")
 _OPS: dict[str, Op] = {}
 
@@ -117,14 +119,13 @@ class Bound:
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
             return self._registered(args)
-        if (dispatch_modes() or function_modes() or transform() is not None) and modes.is_any_on():
-            return self._seen(args)
-        if type(args[0]) not in PLAIN:
+        maybe_seen = dispatch_modes() or function_modes() or transform() is not None or F.linear is not LINEAR
+        if (maybe_seen and modes.is_any_on()) or type(args[0]) not in PLAIN:
             return self._seen(args)
         try:
             return self._function(*args)
         except (RuntimeError, TypeError) as error:
-            if torch._C._get_tracing_state() is None and not torch.onnx.is_in_onnx_export():
+            if torch._C._get_tracing_state() is None and _ENDS_TRACE not in str(error):
                 if not all(map(modes.is_plain, _tensors_in(args))):
                     return self._seen(args)
                 if mixed := _mixed_dtypes(error, args):
