@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.export import Dim, ExportedProgram
@@ -20,6 +21,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 import infuse
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
+from infuse.layers.linear import Linear
 from infuse.ops import registered
 from tests.models.families import BY_NAME, GQA, enlarge, inputs
 from tests.support.graphed import graphed
@@ -289,3 +291,22 @@ def test_jit_trace_says_that_it_is_not_served(kernels: bool, monkeypatch: pytest
     with torch.no_grad(), pytest.raises(UnsupportedCall, match=r"torch\.export\.export"):
         torch.jit.trace(model, example_kwarg_inputs=arguments("bert"), strict=False, check_trace=False)
     assert first(model, arguments("bert")).isfinite().all()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_to_onnx_says_what_to_do(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter traces as torch.export does. It is not needed here to see what it gets."""
+    _, model = pair("bert")
+    with torch.no_grad(), monkeypatch.context() as exporting:
+        exporting.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        with pytest.raises((UnsupportedCall, TorchRuntimeError), match="before init_inference"):
+            torch.export.export(model, (), arguments("bert"), strict=strict)
+    with torch.no_grad():
+        assert torch.export.export(model, (), arguments("bert"), strict=strict) is not None
+
+
+def test_a_trace_that_ends_in_an_error_of_its_own_says_what_to_do() -> None:
+    """As those of fvcore and of the older exporter to ONNX, to which weights are constants that need gradients."""
+    linear = next(each for each in pair("llama")[1].modules() if isinstance(each, Linear)).requires_grad_(True)
+    with torch.no_grad(), pytest.raises(UnsupportedCall, match="before init_inference"):
+        torch.jit.trace(lambda x: linear(x), torch.ones(1, linear.in_features))
