@@ -113,11 +113,17 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def _refuse_tangent(x: Tensor, name: str) -> None:
+    if not torch.compiler.is_compiling() and _has_tangent(x):
+        raise UnsupportedCall(f"forward-mode differentiation: {_REFUSED.format(name)}")
+
+
 def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call forward(module, x, ...) unrecorded; a backward pass that reaches the result raises UnsupportedCall."""
+    name = type(module).__name__
+    _refuse_tangent(x, name)
     with torch.no_grad():
         result = forward(module, x, *args, **kwargs)
-    name = type(module).__name__
     if isinstance(result, tuple):
         return tuple(refusing(part, x, name) if isinstance(part, Tensor) else part for part in result)
     return refusing(result, x, name)
@@ -127,8 +133,7 @@ def refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
     """Make the backward pass of `result`, which was computed from `x`, raise UnsupportedCall for the module `name`."""
     if torch.compiler.is_compiling():  # a traced graph can neither inspect views nor create leaves
         return _Refusal.apply(result.clone(), x, None, name)
-    if _has_tangent(x):
-        raise UnsupportedCall(f"forward-mode differentiation: {_REFUSED.format(name)}")
+    _refuse_tangent(x, name)
     if result._is_view() or result is x:  # a view returned by a Function could not be changed in place
         result = result.clone()
     requires_grad = torch.empty(0, requires_grad=True)  # so that the result requires a gradient, whether or not x does

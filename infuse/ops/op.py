@@ -183,7 +183,7 @@ class Op:
     `body(name)` returns the function of a body, `bound(name)` the callable that layers hold.
     """
 
-    def __init__(self, schema: str, reference: Callable, *, reads_values: bool):
+    def __init__(self, schema: str, reference: Callable, *, reads_values: bool = False):
         self.schema, self.reads_values = schema, reads_values
         self.name = schema.partition("(")[0]
         self.reference = reference
