@@ -22,6 +22,7 @@ from infuse.apply.apply import apply
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.layers.block import Block
+from infuse.modes import Transparent
 from infuse.ops import Body, registered
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
@@ -54,7 +55,7 @@ def outputs(model: nn.Module, name: str = "llama") -> Tensor:
 # ---- memory ----
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(Transparent, TorchDispatchMode):
     """Counts the bytes of all storages alive after each operation: those of `model`, and those that operations return.
 
     What an operation takes inside itself and gives back before it returns is not seen.

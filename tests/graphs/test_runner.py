@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from infuse.graphs.capture import FilledNumbers, backend_for
 from infuse.graphs.runner import GraphRunner, LocalGraph, Places
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
+from infuse.modes import Transparent
 from tests.support.fake_graph import FakeBackend
 
 Pair = namedtuple("Pair", "first second")
@@ -476,7 +477,7 @@ def test_numbers_are_filled_on_the_device() -> None:
     """A capture cannot copy them from the host, as torch.tensor does for a device."""
     made: list[str] = []
 
-    class Seen(TorchDispatchMode):
+    class Seen(Transparent, TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
             made.append(func._schema.name)
             return func(*args, **(kwargs or {}))

@@ -22,6 +22,7 @@ from infuse.apply.kinds import WORK
 from infuse.architectures.attention import NoPosition
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
+from infuse.modes import Transparent
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.kinds import BLOCK, KINDS, LINEAR, SPLIT
@@ -129,7 +130,7 @@ def test_a_plan_that_was_carried_out_holds_no_old_module() -> None:
     assert done.places == () and old() is None and plan.steps
 
 
-class _Created(TorchDispatchMode):
+class _Created(Transparent, TorchDispatchMode):
     """Notes each tensor that is made: by which function, of how many values, on which device. Views are none."""
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from infuse import native
 from infuse.apply import build
 from infuse.architectures.part import Matrix
 from infuse.errors import ProofError
+from infuse.modes import Transparent
 from infuse.ops.cpu.quantized_linear import PANEL_ROWS
 from infuse.proof import compare
 from infuse.proof.cases import matrix_cases
@@ -60,7 +61,7 @@ def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     )
 
 
-class Largest(TorchDispatchMode):
+class Largest(Transparent, TorchDispatchMode):
     """The bytes of the largest floating tensor with values that an operation returns."""
 
     nbytes = 0

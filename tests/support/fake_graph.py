@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infuse.modes import Transparent
+
 RUBBISH = 1 << 40  # of integers: no index, no token, no length
 _FORBIDDEN = {
     "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique",
@@ -39,7 +41,7 @@ class Operation:
     position: list[int]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Transparent, TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from infuse.modes import Transparent
 from infuse.ops import registered
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(Transparent, TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
