@@ -22,6 +22,7 @@ from infuse.logs import warn
 from infuse.unknown.install import places_of
 from infuse.weights.skeleton import Tensors, Was
 from infuse.weights.state import Original, forget_names, originals_in
+from infuse.weights.way_back import WayBack
 
 BEFORE = "_infuse_before"  # attribute of a model
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # how the names of a module's dicts of hooks end
@@ -110,8 +111,9 @@ def remember(model: nn.Module, modes: Modes, codes: str = "") -> None:
     before.modes = before.modes or modes
     before.codes = before.codes or codes
     for new, original in originals_in(model):
-        original.is_filled(new)
-        original.attributes = {path: _attributes(part) for path, part in new.named_modules()}
+        if (back := original.way_back) is not None:
+            back.note(original, new)
+            back.attributes = {path: _attributes(part) for path, part in new.named_modules()}
 
 
 def restore(model: nn.Module) -> None:
@@ -158,11 +160,12 @@ def _check(model: nn.Module, roots: list[nn.Module]) -> None:
                 f"restore: the linears of {before.codes}, whose codes were taken over, are gone; load the model again"
             )
     for new, original in originals_in(model):
-        if original.skeleton is None:
+        back = original.way_back
+        if back is None:
             raise UnsupportedCall(f"restore: what {original.path} was is not known; load the model again")
-        for path, part, places in _counterparts(new, original):
+        for path, part, places in _counterparts(new, back):
             what = f"{original.path}.{path}".strip(".") or "the model"
-            if original.is_exchanged(path, part):
+            if back.is_exchanged(path, part):
                 raise UnsupportedCall(
                     f"restore: {what} has another module, or a forward of its own, since init_inference; take it out "
                     "first, and put it into the restored model"
@@ -207,15 +210,11 @@ def _put_back(model: nn.Module, done: ExitStack) -> Iterator[str]:
 
 def _rebuilt(new: nn.Module, original: Original, done: ExitStack) -> tuple[nn.Module, list[str]]:
     """The module that `new` replaced, with its values, and the names of those that are rounded."""
-    skeleton, written, device = original.skeleton, original.written(new), device_of(new)
-    assert skeleton is not None
-    parameters, buffers = original.handed_on(new, skeleton.parameters), dict(skeleton.buffers)
-    is_trained = original.is_trained(new)
-    for name, was in skeleton.parameters.items():
-        done.callback(was.release)
-        exact = was.as_it_is(device) if name not in written and name not in parameters else None
-        if exact is not None:
-            parameters[name] = exact
+    back = original.way_back
+    assert back is not None
+    skeleton, written, is_trained = back.skeleton, back.written(original, new), back.is_trained(new)
+    parameters = _held(new, original, back, written, done)
+    buffers = dict(skeleton.buffers)
     left = [name for name in skeleton.parameters if name not in parameters]
     quantized = {name for fill in original.fills if fill.format is not None for name in fill.sources}
     rounded = []
@@ -232,24 +231,34 @@ def _rebuilt(new: nn.Module, original: Original, done: ExitStack) -> tuple[nn.Mo
             parameter.requires_grad_(is_trained)
     old = skeleton.rebuilt(parameters, buffers)
     forget_names(new)
-    _hand_over(new, old, original)
+    _hand_over(new, old, back)
     return old, rounded
 
 
-def _counterparts(new: nn.Module, original: Original) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+def _held(
+    new: nn.Module, original: Original, back: WayBack, written: set[str], done: ExitStack
+) -> dict[str, nn.Parameter]:
+    """The Parameters that need no values of `new`: those that it has itself, and those that someone else holds."""
+    held, device = back.handed_on(original, new), device_of(new)
+    for name, was in back.skeleton.parameters.items():
+        done.callback(was.release)
+        if name not in held and name not in written and (parameter := was.as_it_is(device)) is not None:
+            held[name] = parameter
+    return held
+
+
+def _counterparts(new: nn.Module, back: WayBack) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """The parts of `new` by path, with the paths of the modules that each stands for; none for one of ours alone."""
-    assert original.skeleton is not None
-    stand, there = stands_for(new), original.skeleton.paths
+    stand, there = stands_for(new), back.skeleton.paths
     for path, part in new.named_modules():
         yield path, part, stand.get(path, (path,) if path in there else ())
 
 
-def _hand_over(new: nn.Module, old: nn.Module, original: Original) -> None:
+def _hand_over(new: nn.Module, old: nn.Module, back: WayBack) -> None:
     """Give the modules that are put back the hooks, and the attributes that have been set, of those in their places."""
-    for path, part, places in _counterparts(new, original):
-        before = original.attributes.get(path, {})
+    for path, part, places in _counterparts(new, back):
+        before, modules = back.attributes.get(path, {}), [old.get_submodule(place) for place in places]
         mine = {name: value for name, value in _attributes(part).items() if value is not before.get(name, _UNSET)}
-        modules = [old.get_submodule(place) for place in places]
         for module in modules:
             vars(module).update(mine)
         for name, hooks in vars(part).items() if modules else ():

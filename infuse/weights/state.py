@@ -7,7 +7,6 @@ Hooks on the new module convert its tensors: `source_tensors` when saving, `fill
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,14 +21,14 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import WAY_BACK, UnsupportedCall
-from infuse.weights.fill import ORDER, filled, moves, quantized, shared_values, source_tensors, source_view
+from infuse.weights.fill import ORDER, filled, quantized, shared_values, source_tensors, source_view
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
-from infuse.weights.skeleton import Skeleton, Tensors, Was
+from infuse.weights.skeleton import Skeleton, Tensors
+from infuse.weights.way_back import WayBack
 from infuse.weights.written_back import Link, is_same_memory
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
-_OF_THESE_TENSORS = ("_given", "_links", "_filled", "_inside")  # attributes that copies do without
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
 
 
@@ -49,7 +48,7 @@ class Original:
     `stored`: the names of each target in our module's own state dict; a quantized weight has several, codes first.
     `buffers`: which of these tensors are no parameters.
     `dequantized` is set while quantized weights may be saved in `dtype`. It maps the address of their codes to the
-    dequantized tensors, so that tied weights stay tied. `skeleton`: what is left of the replaced module.
+    dequantized tensors, so that tied weights stay tied. `way_back`: how the module is put back.
     """
 
     path: str
@@ -60,20 +59,15 @@ class Original:
     bodies: Mapping[str, str]
     buffers: frozenset[str] = frozenset()
     dequantized: WeakValueDictionary[int, Tensor] | None = None
-    skeleton: Skeleton | None = None
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, compare=False)
-    _requires_gradients: bool = field(default=False, init=False, compare=False)
-    _forwards: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
-    _inside: WeakValueDictionary[str, nn.Module] | None = field(default=None, init=False, compare=False)
-    _filled: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    way_back: WayBack | None = None
     _given: WeakValueDictionary[str, Tensor] = field(default_factory=WeakValueDictionary, init=False, compare=False)
     _links: WeakValueDictionary[str, Link] = field(default_factory=WeakValueDictionary, init=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_THESE_TENSORS}
+        return {name: value for name, value in vars(self).items() if name not in ("_given", "_links")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _given=WeakValueDictionary(), _links=WeakValueDictionary(), _filled={}, _inside=None)
+        vars(self).update(state, _given=WeakValueDictionary(), _links=WeakValueDictionary())
 
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
         """State-dict hook: replace our tensors in `state` with the original's."""
@@ -101,12 +95,12 @@ class Original:
         view = source_view(first.fill, first.number, first.target, self.shapes)
         formats = [each.fill.format for each in held if each.fill.format is not None]
         if view is not None and len(held) == 1 and not formats:
-            return self._on_its_own(name, view)
+            return self.on_its_own(name, view)
         link = self._links.get(name)
         if link is not None and link.is_of([each.target for each in held]):
             link.read()
             return link.tensor()
-        values = first.target.new_empty(self.shapes[name]) if view is None else self._on_its_own(name, view)
+        values = first.target.new_empty(self.shapes[name]) if view is None else self.on_its_own(name, view)
         pairs: list[tuple[Tensor, Tensor]] = []
         for each in reversed(held):  # a view of the first has its values
             for ours, layers in shared_values(each.fill, each.number, values, each.target, self.shapes):
@@ -129,62 +123,6 @@ class Original:
         with torch._C.DisableTorchFunctionSubclass():
             return {name: state[name].as_subclass(Tensor) for name in names}
 
-    def share_memory(self, module: nn.Module) -> None:
-        """Let the Parameters that were merged use the memory of ours: whoever holds one then holds no second copy."""
-        assert self.skeleton is not None
-        holds = Counter(name for fill in self.fills for name in fill.sources)
-        for fill in self.fills:
-            place, leaf = place_of(module, fill.target)
-            target = place._parameters.get(leaf)
-            if target is None or target.is_meta or fill.cut is not None:
-                continue
-            for number, name in enumerate(fill.sources):
-                was = self.skeleton.parameters.get(name)
-                parameter = None if was is None or holds[name] > 1 else was.alive
-                view = None if parameter is None else source_view(fill, number, target.detach(), self.shapes)
-                if parameter is not None and view is not None and _can_share(parameter, view):
-                    parameter.data = self._on_its_own(name, view)
-
-    def is_filled(self, module: nn.Module) -> None:
-        """Remember the tensors of `module` as they are now, for `written`."""
-        self._requires_gradients = _require_gradients(module)
-        self._filled = {fill.target: self._versions(fill, module) for fill in self.fills}
-        parts = dict(module.named_modules())
-        self._forwards = {path: vars(part).get("forward") for path, part in parts.items()}
-        self._inside = WeakValueDictionary(parts)
-
-    def handed_on(self, module: nn.Module, before: Mapping[str, Was]) -> dict[str, nn.Parameter]:
-        """The original's Parameters that `module` has as they are, by their names in the original."""
-        found: dict[str, nn.Parameter] = {}
-        for fill in filter(moves, self.fills):
-            place, leaf = place_of(module, fill.target)
-            name, parameter = fill.sources[0], place._parameters.get(leaf)
-            if parameter is None or name not in before or parameter.shape != self.shapes[name]:
-                continue
-            if parameter.dtype == before[name].dtype:
-                found[name] = parameter
-        return found
-
-    def is_trained(self, module: nn.Module) -> bool | None:
-        """Whether the parameters of `module` require gradients, if that has been set since; None if not."""
-        now = _require_gradients(module)
-        return None if now == self._requires_gradients else now
-
-    def is_exchanged(self, path: str, part: nn.Module) -> bool:
-        """Whether `part`, at `path` inside of our module, is not the one that it was filled with, or as it was."""
-        other = self._inside is not None and self._inside.get(path) is not part
-        return other or vars(part).get("forward") is not self._forwards.get(path)
-
-    def written(self, module: nn.Module) -> set[str]:
-        """The original's tensors whose values in `module` have been written to since it was filled."""
-        changed = (fill for fill in self.fills if self._filled.get(fill.target) != self._versions(fill, module))
-        return {name for fill in changed for name in fill.sources}
-
-    def _versions(self, fill: Fill, module: nn.Module) -> list[tuple[int, int]]:
-        places = [place_of(module, name) for name in self.stored[fill.target]]
-        tensors = [place._parameters.get(leaf, place._buffers.get(leaf)) for place, leaf in places]
-        return [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
-
     def tensor(self, module: nn.Module, name: str) -> Tensor | None:
         """Return the tensor `name` of the original, a parameter if it was one; None if it is not there as a whole."""
         held: list[_Held] = []
@@ -200,7 +138,7 @@ class Original:
         made = self._source(name, held)
         return made if name in self.buffers else nn.Parameter(made, target.requires_grad)
 
-    def _on_its_own(self, name: str, tensor: Tensor) -> Tensor:
+    def on_its_own(self, name: str, tensor: Tensor) -> Tensor:
         """Give a piece of a merged matrix a storage of its own over the same memory.
 
         Libraries take tensors of one storage for one tensor: accelerate and safetensors' `save_model` drop all but one.
@@ -311,16 +249,6 @@ class Original:
             )
 
 
-def _require_gradients(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _can_share(parameter: nn.Parameter, view: Tensor) -> bool:
-    alike = parameter.dtype == view.dtype and parameter.device == view.device
-    return alike and not parameter.is_shared() and type(parameter.data) is Tensor
-
-
-@torch.no_grad()
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory whose storage covers it alone; writes still count in the whole's version."""
     whole, begin = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
@@ -406,8 +334,8 @@ def keep_names(
     buffers = frozenset(name for name, _ in old.named_buffers(remove_duplicate=False))
     original = Original(path, saved, stored, shapes, dtype, bodies, buffers)
     if before is not None:
-        original.skeleton = Skeleton(old, before, shapes)
-        original.share_memory(new)
+        original.way_back = WayBack(Skeleton(old, before, shapes))
+        original.way_back.share_memory(original, new)
     handle = new.register_load_state_dict_pre_hook(original.load)
     put(new._load_state_dict_pre_hooks, _KEY, new._load_state_dict_pre_hooks.pop(handle.id))
     put(new._state_dict_hooks, _KEY, original.save)
