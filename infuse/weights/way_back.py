@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -14,10 +15,17 @@ from infuse.weights.fill import moves, source_view
 from infuse.weights.lazy import place_of
 from infuse.weights.skeleton import Skeleton
 
-if TYPE_CHECKING:
-    from infuse.weights.state import Original
-
 _OF_THESE_TENSORS = ("_inside", "_filled")  # attributes that copies do without
+
+
+class Replaced(Protocol):
+    """What `weights/state` knows of a replaced module."""
+
+    fills: tuple[Fill, ...]
+    stored: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def on_its_own(self, name: str, tensor: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -39,7 +47,7 @@ class WayBack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _inside=None, _filled={})
 
-    def share_memory(self, original: Original, module: nn.Module) -> None:
+    def share_memory(self, original: Replaced, module: nn.Module) -> None:
         """Let Parameters that were merged use the memory of ours: whoever holds one then holds no second copy."""
         holds = Counter(name for fill in original.fills for name in fill.sources)
         for fill in original.fills:
@@ -54,7 +62,7 @@ class WayBack:
                 if parameter is not None and view is not None and _can_share(parameter, view):
                     parameter.data = original.on_its_own(name, view)
 
-    def note(self, original: Original, module: nn.Module) -> None:
+    def note(self, original: Replaced, module: nn.Module) -> None:
         """Remember the complete `module` as it is now, to tell later what has been changed."""
         parts = dict(module.named_modules())
         self._requires_gradients = _require_gradients(module)
@@ -72,13 +80,13 @@ class WayBack:
         now = _require_gradients(module)
         return None if now == self._requires_gradients else now
 
-    def written(self, original: Original, module: nn.Module) -> set[str]:
+    def written(self, original: Replaced, module: nn.Module) -> set[str]:
         """The original's tensors whose values in `module` have been written to."""
         now = {fill.target: _versions(original, fill, module) for fill in original.fills}
         changed = (fill for fill in original.fills if self._filled.get(fill.target) != now[fill.target])
         return {name for fill in changed for name in fill.sources}
 
-    def handed_on(self, original: Original, module: nn.Module) -> dict[str, nn.Parameter]:
+    def handed_on(self, original: Replaced, module: nn.Module) -> dict[str, nn.Parameter]:
         """The original's Parameters that `module` has as they are, by their names in the original."""
         found: dict[str, nn.Parameter] = {}
         for fill in filter(moves, original.fills):
@@ -96,7 +104,7 @@ def _require_gradients(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _versions(original: Original, fill: Fill, module: nn.Module) -> list[tuple[int, int]]:
+def _versions(original: Replaced, fill: Fill, module: nn.Module) -> list[tuple[int, int]]:
     places = [place_of(module, name) for name in original.stored[fill.target]]
     tensors = [place._parameters.get(leaf, place._buffers.get(leaf)) for place, leaf in places]
     return [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
