@@ -155,13 +155,14 @@ def test_who_listens_in_between_hears(name: str, part: str, calls: Counter, monk
         pytest.skip(f"{name} has no {part}")
     heard: list[tuple[Tensor, Tensor]] = []
 
-    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         value = output[0] if isinstance(output, tuple) else output
-        heard.append((args[0].clone(), value.clone()))
+        taken = args[0] if args else kwargs["hidden_states"]
+        heard.append((taken.clone(), value.clone()))
         return (value * 2, *output[1:]) if isinstance(output, tuple) else value * 2
 
     before = given.of_ours()
-    handle = module.register_forward_hook(hook)
+    handle = module.register_forward_hook(hook, with_kwargs=True)
     found = given.of_ours()
     monkeypatch.setattr(ops, "FEW_ROWS", 0)
     separate = given.of_ours()
