@@ -51,8 +51,8 @@ def is_any_on() -> bool:
 
 
 def is_dispatched() -> bool:
-    """Whether a TorchDispatchMode may count operations; no more is asked than 100 ns allow."""
-    return not is_compiling() and dispatch_modes() > 0
+    """Whether somebody's TorchDispatchMode may count operations; without any, it takes 100 ns."""
+    return not is_compiling() and dispatch_modes() > 0 and is_any_on()
 
 
 def is_traced() -> bool:
