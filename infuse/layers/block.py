@@ -274,7 +274,7 @@ class Block(InferenceModule):
         call = part.inner_call
         assert call is not None
         inputs = self._inputs(hidden_states, kwargs, part)
-        if call.always_weights:
+        if call.always_weights and not (has_global_hooks() and has_no_hooks(part)):  # counters hook all modules
             inputs = inputs._replace(want_weights=True)
         over = (inputs.values[call.over],) if call.over else ()
         returned = part.mix_inside(hidden_states, inputs) if call.unfinished else part.mix(hidden_states, inputs, *over)
