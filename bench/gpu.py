@@ -144,7 +144,7 @@ def recorded(model: Any) -> None:
     sys.path.append(str(ROOT))
     from tests.support.fake_graph import FakeBackend
 
-    uninstall(model, [])
+    uninstall(model)
     generates = hasattr(model, "can_generate") and model.can_generate()
     install(
         model,
