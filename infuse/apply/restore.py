@@ -19,6 +19,7 @@ from infuse.layers.gradient import InferenceModule
 from infuse.layers.hook import uninstall_hook
 from infuse.layers.model_methods import forget_replaced
 from infuse.logs import warn
+from infuse.modes import PLAIN
 from infuse.unknown.install import places_of
 from infuse.weights.skeleton import Tensors, Was
 from infuse.weights.state import Original, forget_names, originals_in
@@ -163,6 +164,10 @@ def _check(model: nn.Module, roots: list[nn.Module]) -> None:
         back = original.way_back
         if back is None:
             raise UnsupportedCall(f"restore: what {original.path} was is not known; load the model again")
+        if others := [type(each).__name__ for each in new.parameters() if type(each) not in PLAIN]:
+            raise UnsupportedCall(
+                f"restore: {original.path} has a weight of class {others[0]} since init_inference; load the model again"
+            )
         for path, part, places in _counterparts(new, back):
             what = f"{original.path}.{path}".strip(".") or "the model"
             if back.is_exchanged(path, part):

@@ -236,7 +236,8 @@ class _PlainProduct(InferenceModule):
         """The op's arguments after x: weight and bias, before those of ops.linear.Fusion."""
         held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
         weight = held.get("weight")
-        return self.weight if weight is None else weight, held["bias"]  # None: parametrized or pruned
+        weight = self.weight if weight is None else weight  # None: parametrized or pruned
+        return weight, held["bias"] if "bias" in held else self.bias  # noqa: SIM401  # `self.bias` takes longer
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
@@ -353,7 +354,9 @@ class QuantizedLinear(Quantized, NativePart):
         held, names = self._buffers, self._names
         # Most formats have two buffers. A comprehension takes 0.1 us more in each of some hundred calls of a step.
         buffers = (held[names[0]], held[names[1]]) if len(names) == 2 else [held[name] for name in names]
-        return buffers, self._parameters["bias"], *self._sizes
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        return buffers, bias, *self._sizes
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):

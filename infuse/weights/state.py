@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.adapters import is_adapter
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import WAY_BACK, UnsupportedCall
@@ -92,7 +93,13 @@ class Original:
     def _source(self, name: str, held: list[_Held]) -> Tensor:
         """Return the tensor `name` of the original, of which each of `held` has values: a view if that is possible."""
         first = held[0]
-        view = source_view(first.fill, first.number, first.target, self.shapes)
+        try:
+            view = source_view(first.fill, first.number, first.target, self.shapes)
+        except NotImplementedError as error:
+            raise UnsupportedCall(
+                f"{named(self.path, first.fill.target)} is a {type(first.target).__name__} by now, of which a state "
+                f"dict cannot have {name}. {WAY_BACK}: give theirs to the library that made it"
+            ) from error
         formats = [each.fill.format for each in held if each.fill.format is not None]
         if view is not None and len(held) == 1 and not formats:
             return self.on_its_own(name, view)
@@ -156,6 +163,7 @@ class Original:
         """Pop the target of `fill` from `state`; None if another module has replaced the one that held it."""
         names = self.stored[fill.target]
         if prefix + names[0] not in state:
+            self._refuse_exchanged(fill, module)
             return None
         target, *_ = [state.pop(prefix + name, None) for name in names]
         if fill.format is None:
@@ -173,6 +181,25 @@ class Original:
         if value is None:
             value = self.dequantized[address] = place.dequantized(self.dtype)
         return value
+
+    def _refuse_exchanged(self, fill: Fill, module: nn.Module) -> None:
+        """Raise UnsupportedCall if a part was exchanged that the original does not have, such as a merged matrix.
+
+        Adapters may be around it: PEFT looks for the names that it gave.
+        """
+        part, path = module, ""
+        for name in fill.target.rpartition(".")[0].split("."):
+            child, path = part._modules.get(name), named(path, name)
+            if child is not None and type(child).__module__.partition(".")[0] == "infuse":
+                part = child
+                continue
+            is_originals = any(source.startswith(f"{path}.") for source in fill.sources)
+            if child is None or is_adapter(child) or is_originals:
+                return
+            raise UnsupportedCall(
+                f"{named(self.path, path)} has been exchanged for a {type(child).__name__} since init_inference, so a "
+                f"state dict cannot have {', '.join(fill.sources)}. {WAY_BACK}: exchange theirs"
+            )
 
     @torch.no_grad()
     def load(
@@ -291,6 +318,8 @@ def _refuse_accelerate() -> None:
                 "weights are merged. Leave device_map out, or call model.load_state_dict, or "
                 "init_inference(..., checkpoint=FOLDER)"
             )
+        if frame.f_code.co_name == "check_device_map":
+            return  # it reads the names alone
         if frame.f_globals.get("__name__") == "accelerate.big_modeling":
             raise UnsupportedCall(
                 "accelerate cannot offload a model whose layers were replaced: their weights are merged. Keep the "

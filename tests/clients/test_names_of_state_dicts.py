@@ -237,3 +237,42 @@ def test_parametrizations_of_what_is_gone_are_refused() -> None:
         nn.utils.parametrizations.weight_norm(model.get_submodule("model.layers.0.self_attn.q_proj"))
     with pytest.raises((AttributeError, ValueError)):
         nn.utils.parametrize.register_parametrization(model.model.layers[0].self_attn, "q_proj.weight", nn.Identity())
+
+
+def test_what_stands_in_a_parts_place_is_not_lost_in_a_state_dict() -> None:
+    """Another library's module in the place of a merged matrix, which has no name in the original."""
+    model: Any = BY_NAME["llama"].make()
+    infuse.init_inference(model, dtype="fp32", progress=False)
+    attention = model.model.layers[0].self_attn
+    merged = attention.qkv
+    attention.qkv = nn.Sequential(merged)
+    with pytest.raises(infuse.UnsupportedCall, match=r"layers\.0\.self_attn\.qkv has been exchanged for a Sequential"):
+        model.state_dict()
+    attention.qkv = merged
+    assert model.state_dict().keys() == BY_NAME["llama"].make().state_dict().keys()
+    layer = model.model.layers[0]
+    layer.mlp = nn.Identity()  # which the original has, too
+    assert "model.layers.0.self_attn.q_proj.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+def test_a_bias_that_is_no_plain_parameter(quant: str | None) -> None:
+    original: Any = BY_NAME["llama"].make()
+    model: Any = BY_NAME["llama"].make()
+    infuse.init_inference(model, dtype="fp32", quant=quant, progress=False)
+    tokens, bias = torch.arange(5, 15)[None], torch.arange(96.0)
+    with torch.no_grad():
+        before, exact = model(tokens).logits, original(tokens).logits
+        del model.lm_head.bias
+        model.lm_head.register_buffer("bias", bias)
+        torch.testing.assert_close(model(tokens).logits, before + bias)
+    if quant is None:
+        torch.testing.assert_close(before, exact, atol=1e-4, rtol=1e-4)
+
+
+def test_accelerate_moves_a_whole_model() -> None:
+    model: Any = BY_NAME["llama"].make()
+    infuse.init_inference(model, dtype="fp32", progress=False)
+    accelerate.dispatch_model(model, device_map={"": "cpu"})
+    with pytest.raises(infuse.UnsupportedCall, match="cannot offload"):
+        accelerate.cpu_offload(model)

@@ -24,11 +24,8 @@ LOCAL = {"sentence-transformers/all-MiniLM-L6-v2": str(Path(MINILM.origin).paren
 def examples(run: bool) -> dict[str, str]:
     """Heading → code, of the sections that are run or of those that are not."""
     sections = re.findall(r"^## (.*?)( ▶)?\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
-    return {
-        heading: re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-        for heading, mark, text in sections
-        if bool(mark) == run
-    }
+    codes = [(heading, mark, re.search(r"```python\n(.*?)```", text, re.DOTALL)) for heading, mark, text in sections]
+    return {heading: code[1] for heading, mark, code in codes if bool(mark) == run and code is not None}
 
 
 def result_of(code: str) -> Any:
