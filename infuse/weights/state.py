@@ -318,8 +318,8 @@ def _refuse_accelerate() -> None:
                 "weights are merged. Leave device_map out, or call model.load_state_dict, or "
                 "init_inference(..., checkpoint=FOLDER)"
             )
-        if frame.f_code.co_name == "check_device_map":
-            return  # it reads the names alone
+        if frame.f_code.co_name == "check_device_map" and len({*frame.f_locals["device_map"].values()}) == 1:
+            return  # it reads the names, and moves the whole model next
         if frame.f_globals.get("__name__") == "accelerate.big_modeling":
             raise UnsupportedCall(
                 "accelerate cannot offload a model whose layers were replaced: their weights are merged. Keep the "
