@@ -74,7 +74,7 @@ def test_lora_after(tmp_path: Path) -> None:
     """Whole modules refuse it before anything changes; linears alone take it."""
     files, plain = lora(tmp_path), original("sd15")
     engine = injected(made("sd15"))
-    with pytest.raises(UnsupportedCall, match="load_lora_adapter: .* first and call init_inference then"):
+    with pytest.raises(UnsupportedCall, match="load_lora_adapter: .* do so before init_inference"):
         engine.load_lora_weights(files)
     assert distance(images(engine, "sd15"), plain) <= CLOSE
     other = made("sd15")
