@@ -15,6 +15,7 @@ from infuse.architectures.inner_call import InnerCall
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.layers.block import Block
+from infuse.layers.called_part import CalledPart
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.linear import TransposedLinear
@@ -130,8 +131,11 @@ def _calls(new: Block, old: nn.Module, fills: Sequence[Fill]) -> dict[str, Inner
         for part in (part for part, place in places.items() if place == name):
             outside = _made_outside(part, old, name, fills)
             factors = getattr(new.shape.mixers.get(part), "factors", None) is not None
-            if outside <= {"out"} and not (outside and factors):
-                calls[part] = replace(call, unfinished=bool(outside) or factors, over=over.get(part, ""))
+            unfinished = bool(outside) or factors
+            ours: Any = type(new.get_submodule(part))
+            stops = getattr(ours, "mix_inside", None) is not CalledPart.mix_inside
+            if outside <= {"out"} and not (outside and factors) and (stops or not unfinished):
+                calls[part] = replace(call, unfinished=unfinished, over=over.get(part, ""))
     return calls
 
 

@@ -277,7 +277,7 @@ class Block(InferenceModule):
         if call.always_weights and not (has_global_hooks() and has_no_hooks(part)):  # counters hook all modules
             inputs = inputs._replace(want_weights=True)
         over = (inputs.values[call.over],) if call.over else ()
-        returned = part.mix_inside(hidden_states, inputs) if call.unfinished else part.mix(hidden_states, inputs, *over)
+        returned = (part.mix_inside if call.unfinished else part.mix)(hidden_states, inputs, *over)
         output, *weights = returned if isinstance(returned, tuple) else (returned,)
         bias = inputs.bias
         if call.over and BIAS in call.returns:  # T5 has none for states

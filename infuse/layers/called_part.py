@@ -50,7 +50,7 @@ class CalledPart(InferenceModule):
         """Return the branch [B, T, C], or that and attention weights [B, H, T, L] or None."""
         raise NotImplementedError
 
-    def mix_inside(self, x: Tensor, inputs: Any) -> Any:
+    def mix_inside(self, x: Tensor, inputs: Any, *more: Any) -> Any:
         """`mix` without what the layer does outside of the module that this part stands for."""
         raise NotImplementedError
 

@@ -41,6 +41,14 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
         self._attend = ops.attention.bound(context.bodies.get("attention", ops.REFERENCE))
 
     def mix(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        heads, weights = self.mix_inside(x_BTC, inputs, states_BLC)
+        return self.finished(heads), weights
+
+    def finished(self, output: Tensor) -> Tensor:
+        return direct(self.out, output)
+
+    def mix_inside(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """The heads [B, T, H D], which the last matrix takes, and the weights."""
         shape, (batch, tokens, _) = self.shape, x_BTC.shape
         k, v = self._keys_and_values(inputs, states_BLC, batch)
         mask, weights = self._mask(inputs, k.shape[2]), None
@@ -51,14 +59,14 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
                 return rows.view(batch, tokens, -1), None
             k, v = (each.repeat_interleave(batch // len(each), 0) for each in (k, v))
         if inputs.more is None:
-            out_BTC = self._attended(x_BTC, k, v, mask)
+            heads_BTX = self._attended(x_BTC, k, v, mask)
             if inputs.want_weights:
                 q = self._heads(direct(self.q, x_BTC))
                 scored = ops.attention_weights(q, k, mask, None, shape.scale, False, 0, shape.softcap)
                 weights = scored.to(x_BTC.dtype)
                 if shape.head_counts:
                     weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
-            return out_BTC, weights
+            return heads_BTX, weights
         self.check_named(inputs.cache, over_ranks=bool(shape.head_counts))
         attend, more = named_attention(self), dict(inputs.more)
         q = self._heads(direct(self.q, x_BTC))
@@ -67,12 +75,13 @@ class CrossAttention(Mixer[CrossAttentionShape], NativePart):
         own = {"is_causal": False, "sliding_window": None, "softcap": shape.softcap or None}
         more |= {name: own[name] for name in shape.passes}
         out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **more)
-        return direct(self.out, out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
+        return out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width), weights
 
     def _attended(self, x_RTC: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The heads, [R, T, H D]."""
         q = self._heads(direct(self.q, x_RTC))
         out_RTHD = self.attend(q, k, v, mask, None, self.shape.scale, False, 0, self.shape.softcap, None)
-        return direct(self.out, out_RTHD.flatten(2))
+        return out_RTHD.flatten(2)
 
     def native(self, to: PartWriter) -> None:
         decline_if({"ranks share the heads": self.shape.head_counts})

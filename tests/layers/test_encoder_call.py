@@ -170,7 +170,8 @@ def test_whoever_listens_to_a_part_hears_it(taken: list[bool]) -> None:
     x, heard, attention = given(block, 1, 64), [], attn_of(block).name
     for name in ("norm1", "norm2", attention, f"{attention}.qkv", f"{attention}.out", "mlp", "mlp.up", "mlp.down"):
         taken.clear(), heard.clear()
-        handle = block.get_submodule(name).register_forward_hook(lambda module, args, output: heard.append(module))
+        part = dict(block.named_modules())[name]  # not what is shown as the module around an attention
+        handle = part.register_forward_hook(lambda module, args, output: heard.append(module))
         with torch.no_grad():
             block(x)
         handle.remove()
