@@ -198,7 +198,7 @@ def _settle(new: Any, *originals: nn.Module) -> None:
             continue
         if name not in vars(new):
             object.__setattr__(new, name, value)
-        if not name.startswith("_") and vars(new)[name] == value:
+        if not name.startswith("_") and name not in new.followed and vars(new)[name] == value:
             settled.add(name)
     object.__setattr__(new, "settled", frozenset(settled))
 

@@ -134,13 +134,14 @@ class BatchNorm(InferenceModule):
     """Batch norm by the running statistics, in float32."""
 
     num_batches_tracked: Tensor
+    followed = frozenset({"eps"})
 
     def __init__(self, shape: BatchNormShape):
         super().__init__()
         for name in shape.tensors:
             self.register_parameter(name, nn.Parameter(torch.empty(shape.width), requires_grad=False))
         self.register_buffer("num_batches_tracked", torch.empty((), dtype=torch.long))  # only for state dicts
-        self._eps = shape.eps
+        self.eps = shape.eps
 
     def forward(self, x_BCT: Tensor) -> Tensor:
         held = self._parameters
@@ -148,7 +149,7 @@ class BatchNorm(InferenceModule):
             held[name].float()  # type: ignore[union-attr]
             for name in ("running_mean", "running_var", "weight", "bias")
         )
-        return F.batch_norm(x_BCT.float(), mean, var, weight, bias, False, 0.0, self._eps).to(x_BCT.dtype)
+        return F.batch_norm(x_BCT.float(), mean, var, weight, bias, False, 0.0, self.eps).to(x_BCT.dtype)
 
 
 class Convolution(CalledPart):

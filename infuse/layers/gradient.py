@@ -43,10 +43,12 @@ class Settled(nn.Module):
     """A module that refuses new values for attributes that were read when it was built.
 
     `settled`: names of such attributes of the original, e.g. `top_k`. Assigning another value raises UnsupportedCall,
-    because nothing would read it. `_replaced` tells what stood in its place; what is gone cannot be assigned either.
+    because nothing would read it. `followed`: those of which new values count. `_replaced` tells what stood in its
+    place; what is gone cannot be assigned either.
     """
 
     settled: frozenset[str] = frozenset()
+    followed: frozenset[str] = frozenset()
     _replaced: Replaced | None = None
     _any_path = _AnyPath()
 

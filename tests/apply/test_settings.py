@@ -11,6 +11,7 @@ from weakref import ref
 
 import pytest
 import torch
+import transformers as t
 from torch import Tensor, nn
 
 import infuse
@@ -98,3 +99,21 @@ def test_nothing_keeps_the_modules_that_were_replaced() -> None:
     gc.collect()
     assert not any(each() for each in gone)
     assert model.model.layers[0].mlp.function is torch.nn.functional.silu
+
+
+def test_a_batch_norms_eps_counts() -> None:
+    """Running statistics are normed by one operation, which takes the number as it is now."""
+    config = t.ParakeetEncoderConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, subsampling_conv_channels=16,
+        num_mel_bins=16,
+    )  # fmt: skip
+    wanted: Any = t.ParakeetEncoder(config).eval()
+    model = copy.deepcopy(wanted)
+    engine = infuse.init_inference(model, dtype=torch.float32, progress=False)
+    assert any(step.depth == "block" for step in engine.plan.steps)
+    for each in (wanted, model):
+        for layer in each.layers:
+            layer.conv.norm.eps = 1.0
+    sounds = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(sounds)[0], wanted(sounds)[0], atol=1e-4, rtol=1e-4)
