@@ -312,7 +312,7 @@ def biases_swapped(spec: LayerSpec) -> LayerSpec:
 
 
 def of_the_batch(self: Any, x_BCT: Tensor) -> Tensor:
-    return F.batch_norm(x_BCT, None, None, self.weight, self.bias, True, 0.0, self._eps)
+    return F.batch_norm(x_BCT, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
 
 def reversed_in_place(products: Tensor) -> Tensor:
