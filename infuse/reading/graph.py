@@ -237,7 +237,10 @@ class LayerGraph:
 
     def number(self, size: Size) -> int:
         """A size in an evaluation."""
-        return int(size.expression.subs(self._sizes))
+        try:
+            return int(size.expression.subs(self._sizes))
+        except (ZeroDivisionError, TypeError):  # windows and grids divide by sizes
+            raise SpecMismatch(self.layer, [f"has no size {size.expression} for few tokens"]) from None
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:

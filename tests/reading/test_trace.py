@@ -92,6 +92,14 @@ class Merges(nn.Module):
         return self.linear(self.norm(hidden).view(-1, 4 * WIDTH))
 
 
+class InWindows(Layer):
+    """Returns as many tokens as a window has, of one window for each four tokens."""
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        tokens = hidden.shape[1]
+        return super().forward(hidden)[:, : tokens // (tokens // 4)]
+
+
 class MovesToNumbers(Layer):
     def forward(self, hidden: Tensor, **given: Any) -> Tensor:
         return super().forward(hidden) * len(hidden[0, 0].tolist())
@@ -182,6 +190,11 @@ def test_any_other_condition_is_no_bool(name: str) -> None:
         traced(Compares(OPEN[name]), call())
     with pytest.raises(SpecMismatch, match=r"has a branch on a size: test_trace\.py:\d+"):
         traced(Compares(lambda batch, tokens: bool(OPEN[name](batch, tokens))), call())
+
+
+def test_a_size_that_few_tokens_have_not_is_named() -> None:
+    with pytest.raises(SpecMismatch, match="has no size .* for few tokens"):
+        traced(InWindows(), call())
 
 
 @pytest.mark.parametrize("varies", [True, False])
