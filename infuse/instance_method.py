@@ -89,6 +89,22 @@ class InstanceMethod:
         return type(self), (self._function, self.__self__, self._name)
 
 
+def while_it_has(attribute: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the function of an InstanceMethod to call the class's method `name` on an instance without `attribute`:
+    one from which our methods were taken off, while somebody has put a function around one.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run = function if attribute in vars(self) else getattr(type(self), name)
+            return run(self, *args, **kwargs)
+
+        return called
+
+    return decorated
+
+
 REDUCE = "__reduce_ex__"
 
 

@@ -15,7 +15,6 @@ from infuse.architectures.inner_call import InnerCall
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.layers.block import Block
-from infuse.layers.called_part import CalledPart
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.linear import TransposedLinear
@@ -119,7 +118,7 @@ def as_block(new: nn.Module, old: nn.Module, step: Step) -> None:
 
 
 def _calls(new: Block, old: nn.Module, fills: Sequence[Fill]) -> dict[str, InnerCall | None]:
-    """How the layer calls the modules that the block's parts stand for; None if that is unclear."""
+    """Find how the layer calls the modules that the block's parts stand for; None if that is unclear."""
     modules = dict(old.named_modules())
     places = {name: mixer.replaces[0] for name, mixer in new.shape.mixers.items() if mixer.replaces}
     places |= {name: name for name, _ in new.shape.held if name not in new.shape.mixers and name in modules}
@@ -132,8 +131,7 @@ def _calls(new: Block, old: nn.Module, fills: Sequence[Fill]) -> dict[str, Inner
             outside = _made_outside(part, old, name, fills)
             factors = getattr(new.shape.mixers.get(part), "factors", None) is not None
             unfinished = bool(outside) or factors
-            ours: Any = type(new.get_submodule(part))
-            stops = getattr(ours, "mix_inside", None) is not CalledPart.mix_inside
+            stops = hasattr(new.get_submodule(part), "mix_inside")
             if outside <= {"out"} and not (outside and factors) and (stops or not unfinished):
                 calls[part] = replace(call, unfinished=unfinished, over=over.get(part, ""))
     return calls

@@ -65,9 +65,9 @@ class Made:
 
 @dataclass(frozen=True)
 class Making:
-    """How to make modules of one kind: `build` makes one without values, `adopt` lets it replace the old one.
+    """Makes modules of one kind: `build` makes one without values, `adopt` lets it replace the old one.
 
-    `adopt` gets the new and the old module.
+    `adopt` gets the new and the old module, and the step.
     """
 
     build: Callable[[Step, torch.dtype, Group], nn.Module]

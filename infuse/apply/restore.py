@@ -84,7 +84,7 @@ def _is_last(parameter: Tensor) -> bool:
 
 @dataclass
 class Before:
-    """What a model was before `init_inference`: its casts and modes."""
+    """Keeps what else `init_inference` changed in a model, besides replacing modules: casts and modes."""
 
     casts: list[Cast]
     modes: Modes | None = None
@@ -92,7 +92,7 @@ class Before:
 
     @classmethod
     def of(cls, model: nn.Module, tensors: Tensors) -> Before:
-        """Of a model of which all replacements are in place. What an earlier call changed is kept."""
+        """Note the casts in a model whose modules are all replaced, beside those of an earlier call."""
         earlier: Before | None = vars(model).get(BEFORE)
         casts = [] if earlier is None else earlier.casts
         known = {(id(cast.module), cast.leaf) for cast in casts}
@@ -112,7 +112,8 @@ def remember(model: nn.Module, modes: Modes, codes: str = "") -> None:
     before.modes = before.modes or modes
     before.codes = before.codes or codes
     for new, original in originals_in(model):
-        if (back := original.way_back) is not None:
+        back = original.way_back
+        if back is not None and not back.is_noted:  # else by an earlier call: what was changed since is still a change
             back.note(original, new)
             back.attributes = {path: _attributes(part) for path, part in new.named_modules()}
 
@@ -144,7 +145,7 @@ def restore(model: nn.Module) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What is set on the module, besides what nn.Module and our own classes keep there."""
+    """List what is set on the module, besides what nn.Module and our own classes keep there."""
     own = (name for name in vars(module) if not name.startswith("_") and not hasattr(InferenceModule, name))
     return {name: vars(module)[name] for name in own}
 

@@ -99,7 +99,7 @@ class InnerCall:
         return next(each.name for each in self.arguments if each.source == HIDDEN)
 
     def returned(self, output: Any, weights: Sequence[Any], bias: Any) -> Any:
-        """What the module returns. `weights`: one or, of tokens and of states, two."""
+        """Make the result of the module. `weights`: one or, of tokens and of states, two."""
         if self.alone:
             return output
         each = iter(weights)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from infuse.errors import ContextLimitError, NotAvailable, UnsupportedCall
-from infuse.instance_method import InstanceMethod
+from infuse.instance_method import InstanceMethod, while_it_has
 from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import calls_by_name
 from infuse.questions import attribute
@@ -30,6 +30,7 @@ def install_continuous(module: nn.Module) -> None:
             setattr(module, name, InstanceMethod(method, module, name))
 
 
+@while_it_has("_infuse", "generate_batch")
 def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
     """Call transformers' `generate_batch`. Raise ContextLimitError before any request starts if one is too long.
 
@@ -42,6 +43,7 @@ def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwa
     return type(self).generate_batch(self, inputs, *args, **kwargs)
 
 
+@while_it_has("_infuse", "init_continuous_batching")
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make transformers' manager of requests. Its `add_request` raises ContextLimitError beyond `max_out_tokens`.
 

@@ -39,7 +39,7 @@ from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.inputs.component import is_component
-from infuse.instance_method import REDUCE, InstanceMethod, rebind_in_copies
+from infuse.instance_method import REDUCE, InstanceMethod, rebind_in_copies, while_it_has
 from infuse.layers.block import Block
 from infuse.layers.cache import OF_NOTHING, KVCache, counting_states, first_counts, tokens_in
 from infuse.layers.experts import Experts
@@ -124,8 +124,8 @@ def install(
     """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
     `caches`: the blocks support our cache; `kv_cache` is its format. Pass `graphs` only if the collectives of `group`
-    can be captured. A previous installation on `module` is replaced; a cache format that
-    its layers were not proven with has no effect.
+    can be captured. A previous installation on `module` is replaced; a cache format that its layers were not proven
+    with has no effect.
     """
     before: Installed | None = vars(module).get("_infuse")
     caches = caches and _holds_all_states(module)
@@ -188,14 +188,13 @@ def uninstall(module: nn.Module) -> None:
                 part.forward = forward.own  # type: ignore[method-assign]
 
 
+@while_it_has("_infuse", "generate")
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call transformers' `generate` on this model, with our cache unless the caller chose one.
 
     Raise ContextLimitError before any kernel runs if prompt and answer do not fit `max_out_tokens`, and OutOfMemory if
     they do not fit the device's memory.
     """
-    if "_infuse" not in vars(self):  # restored, and called by a function that was put around this one
-        return type(self).generate(self, *args, **kwargs)
     with self._infuse.group.call():
         return _generate(self, args, kwargs)
 
@@ -276,6 +275,7 @@ def _direct_steps(module: nn.Module) -> DirectSteps:
     return (PairSteps if is_pair(module) else DirectSteps)(_is_ours)
 
 
+@while_it_has("_infuse", "generate")
 def _generate_own(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `generate` that a library's class defines, which passes our loop to transformers' own."""
     names = [*inspect.signature(type(self).generate).parameters][1:]

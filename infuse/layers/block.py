@@ -213,9 +213,11 @@ class Block(InferenceModule):
         return out, weights, bias
 
     def _inputs(self, hidden_states: Tensor, kwargs: dict[str, Any], part: Any = None) -> Inputs:
-        """What the parts take of a call's arguments, or this part alone."""
+        """Pick what the parts take of a call's arguments, or this part alone."""
         parts: dict[str, Any] = self._modules
-        first, more = (parts[self._mixers[0]] if self._mixers else None) if part is None else part, None
+        first, more = part, None
+        if part is None and self._mixers:
+            first = parts[self._mixers[0]]
         if not (kwargs.keys() <= self._served and (first is None or names_ours(first))):
             more = self._arguments_of_named(kwargs)
         given = kwargs.get
@@ -270,7 +272,7 @@ class Block(InferenceModule):
                 part.be_called(call, self)
 
     def of_part(self, part: Any, hidden_states: Tensor, residual: Any, kwargs: dict[str, Any]) -> Any:
-        """What the original's module in place of `part` returns for these arguments of the layer."""
+        """Compute what the original's module in place of `part` returns for these arguments of the layer."""
         call = part.inner_call
         assert call is not None
         inputs = self._inputs(hidden_states, kwargs, part)

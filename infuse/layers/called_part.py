@@ -20,8 +20,8 @@ from infuse.layers.recorders import has_recorders_alone
 from infuse.layers.replaced import KEEPS_LAYERS
 
 
-class Around:
-    """The block around a part, which the part does not keep alive. A copy leads to the copy of the block, if any."""
+class BlockRef:
+    """Refers to the block around a part, and does not keep it alive. A copy leads to the copy of the block, if any."""
 
     def __init__(self, block: nn.Module):
         self._block = weakref.ref(block)
@@ -29,33 +29,27 @@ class Around:
     def __call__(self) -> Any:
         return self._block()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockRef:
         block = self()
-        return Around(memo.get(id(block), block))
+        return BlockRef(memo.get(id(block), block))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Around, (self(),)
+        return BlockRef, (self(),)
 
 
 class CalledPart(InferenceModule):
     """`mix` computes; `forward` takes and returns what the original's module does, as `inner_call` says.
 
     Without an `inner_call`, because the part is not in a model or its original's call is unclear, `forward` is `mix`.
+    A class that can stop where its original's module ends has `mix_inside`, which is `mix` without what the layer does
+    to the result of that module, and `finished`, which does that.
     """
 
     inner_call: InnerCall | None = None
-    _around: Around | None = None
+    _around: BlockRef | None = None
 
     def mix(self, x: Tensor, inputs: Any, *more: Any) -> Any:
         """Return the branch [B, T, C], or that and attention weights [B, H, T, L] or None."""
-        raise NotImplementedError
-
-    def mix_inside(self, x: Tensor, inputs: Any, *more: Any) -> Any:
-        """`mix` without what the layer does outside of the module that this part stands for."""
-        raise NotImplementedError
-
-    def finished(self, output: Tensor) -> Tensor:
-        """Do to the output of `mix_inside` what the layer does to it."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +67,7 @@ class CalledPart(InferenceModule):
     def be_called(self, call: InnerCall, block: nn.Module) -> None:
         """From now on, be called as `call` says, inside of `block`."""
         object.__setattr__(self, "inner_call", call)
-        object.__setattr__(self, "_around", Around(block))
+        object.__setattr__(self, "_around", BlockRef(block))
 
 
 def is_heard(part: nn.Module) -> bool:
@@ -91,7 +85,7 @@ def heard(name: str, part: nn.Module, stream: Any, *over: Any) -> Any:
     inputs = stream.inputs
     call = inputs.calls.get(name)
     is_ours = isinstance(part, CalledPart)
-    if call is None or (not is_ours and call.is_nested):
+    if call is None or (not is_ours and (call.is_nested or call.unfinished)):
         return _heard_if_unclear(name, part, stream, *over)
     args, kwargs = call.passed(stream.y, stream.x, inputs.given)
     branch, weights, bias = call.taken_from(part(*args, **kwargs))

@@ -81,7 +81,7 @@ class Settled(nn.Module):
                     f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was {setting!r}, "
                     f"and computes with that; {WAY_BACK}: set it there, then call init_inference"
                 )
-        replaced = self._replaced
+        replaced = None if name in self.followed else self._replaced
         if replaced is not None and name in replaced.names and not any(name in vars(self)[kind] for kind in _HELD):
             if vars(self).get(name) is value:
                 return

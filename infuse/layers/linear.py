@@ -228,6 +228,7 @@ class Quantized(InferenceModule):
 class _PlainProduct(InferenceModule):
     """x @ weight.T + bias, for a weight that is held as [out, in]."""
 
+    followed = frozenset({"weight", "bias"})  # also where they are no parameters: pruned or parametrized
     is_ordered = False
     _body: Any
     _combine: Combine | None

@@ -1,4 +1,4 @@
-"""How a layer calls its inner modules, found by running its forward once on placeholders.
+"""Find how a layer calls its inner modules, by running its forward once on placeholders.
 
 Modules are not run: each returns a placeholder, so the run needs no weights, no sizes and no device. What the code does
 to a placeholder is not followed beyond sums: an argument that is computed is unclear, and its call is left out.
@@ -153,7 +153,7 @@ class _Inside:
 
 
 def inner_calls(layer: nn.Module, paths: Iterable[str]) -> dict[str, InnerCall]:
-    """How the layer calls its modules at these paths; those that are unclear are left out."""
+    """Find how the layer calls its modules at these paths; those that are unclear are left out."""
     run = _Run(layer, paths)
     run.go(given=True)
     run.go(given=False)  # for those behind modules that this layer has not
@@ -216,8 +216,8 @@ def _takes_rest(forward: Callable[..., Any]) -> bool:
 
 @lru_cache(maxsize=512)
 def returns_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool] | None:
-    """What a forward returns, by its source: the elements, whether one is returned alone, and whether weights are
-    computed always. None if unclear.
+    """Read in the source of a forward what it returns: the elements, whether one is returned alone, and whether weights
+    are computed always. None if unclear.
     """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))

@@ -1,4 +1,4 @@
-"""What a model was before its modules were replaced, without memory for weights: for the way back.
+"""Skeletons: what is left of replaced modules, without memory for weights, for the way back.
 
 Whoever holds a replaced module or a Parameter, as an optimizer does, keeps it alive, and the model gets that object
 back. Of what nobody holds, a skeleton without tensors is left, which takes the values of the replacement.
@@ -106,7 +106,8 @@ class Tensors:
     def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Put the parameter in `dtype` in all places of the model that have it.
 
-        In another dtype it is a new Parameter, so that whoever holds the old one keeps its values.
+        In another dtype it is a new Parameter, so that whoever holds the old one keeps its values. It keeps
+        `requires_grad`: without, PyTorch's linear copies the whole weight for a strided x (2 s for an lm_head).
         """
         if parameter.dtype == dtype:
             parameter.data = memory.copied(parameter.data, dtype)  # on large pages
@@ -120,7 +121,7 @@ class Tensors:
                 module._parameters[leaf] = cast
 
     def casts(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Was | Tensor]]:
-        """What modules that are still in the model had: the parameters and the buffers that were cast."""
+        """Yield the parameters and buffers that were cast, as modules that are still in the model had them."""
         for module in model.modules():
             for leaf, was in self._parameters.get(module, {}).items():
                 now: Any = module._parameters.get(leaf)

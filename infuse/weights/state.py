@@ -27,9 +27,10 @@ from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed
 from infuse.weights.skeleton import Skeleton, Tensors
 from infuse.weights.way_back import WayBack
-from infuse.weights.written_back import Link, is_same_memory
+from infuse.weights.written_back import Link, is_same_memory, ordinary
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
+_ANEW = "Load the model again, and let the other library change it before init_inference"
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
 
 
@@ -98,7 +99,7 @@ class Original:
         except NotImplementedError as error:
             raise UnsupportedCall(
                 f"{named(self.path, first.fill.target)} is a {type(first.target).__name__} by now, of which a state "
-                f"dict cannot have {name}. {WAY_BACK}: give theirs to the library that made it"
+                f"dict cannot have {name}. {_ANEW}"
             ) from error
         formats = [each.fill.format for each in held if each.fill.format is not None]
         if view is not None and len(held) == 1 and not formats:
@@ -127,8 +128,7 @@ class Original:
         fills = tuple(fill for fill in self.fills if not set(fill.sources).isdisjoint(names))
         wanted = replace(self, fills=fills, dtype=torch.float32, dequantized=WeakValueDictionary())
         wanted.save(module, state, "", None)
-        with torch._C.DisableTorchFunctionSubclass():
-            return {name: state[name].as_subclass(Tensor) for name in names}
+        return {name: ordinary(state[name]) for name in names}
 
     def tensor(self, module: nn.Module, name: str) -> Tensor | None:
         """Return the tensor `name` of the original, a parameter if it was one; None if it is not there as a whole."""
@@ -198,7 +198,7 @@ class Original:
                 return
             raise UnsupportedCall(
                 f"{named(self.path, path)} has been exchanged for a {type(child).__name__} since init_inference, so a "
-                f"state dict cannot have {', '.join(fill.sources)}. {WAY_BACK}: exchange theirs"
+                f"state dict cannot have {', '.join(fill.sources)}. {_ANEW}"
             )
 
     @torch.no_grad()
@@ -316,15 +316,15 @@ def _refuse_accelerate() -> None:
             raise UnsupportedCall(
                 "accelerate cannot place a checkpoint by a device map in a model whose layers were replaced: their "
                 "weights are merged. Leave device_map out, or call model.load_state_dict, or "
-                "init_inference(..., checkpoint=FOLDER)"
+                f"init_inference(..., checkpoint=FOLDER). {WAY_BACK}"
             )
         if frame.f_code.co_name == "check_device_map" and len({*frame.f_locals["device_map"].values()}) == 1:
             return  # it reads the names, and moves the whole model next
         if frame.f_globals.get("__name__") == "accelerate.big_modeling":
             raise UnsupportedCall(
                 "accelerate cannot offload a model whose layers were replaced: their weights are merged. Keep the "
-                "model in memory, with smaller weights (quant=...) or over several ranks, or offload it without "
-                "init_inference"
+                "model in memory, with smaller weights (quant=...) or over several ranks, or offload the original: "
+                f"{WAY_BACK}"
             )
         frame = frame.f_back
 

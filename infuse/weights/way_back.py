@@ -19,7 +19,7 @@ _OF_THESE_TENSORS = ("_inside", "_filled")  # attributes that copies do without
 
 
 class Replaced(Protocol):
-    """What `weights/state` knows of a replaced module."""
+    """A replaced module, as `weights/state` knows it."""
 
     fills: tuple[Fill, ...]
     stored: Mapping[str, tuple[str, ...]]
@@ -61,6 +61,10 @@ class WayBack:
                 view = None if parameter is None else source_view(fill, number, target.detach(), original.shapes)
                 if parameter is not None and view is not None and _can_share(parameter, view):
                     parameter.data = original.on_its_own(name, view)
+
+    @property
+    def is_noted(self) -> bool:
+        return bool(self._filled)
 
     def note(self, original: Replaced, module: nn.Module) -> None:
         """Remember the complete `module` as it is now, to tell later what has been changed."""

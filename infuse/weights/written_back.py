@@ -97,28 +97,37 @@ class WrittenBack(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        found = [each for each in tree_leaves((tuple(args), given)) if isinstance(each, WrittenBack)]
-        with torch._C.DisableTorchFunctionSubclass():
-            if func not in _SIZES and func.__name__ != "__get__":
-                for each in found:
-                    each._link.read()
-            if func in _COPIES or func in _ARRAYS:
-                first, *others = tree_map_only(WrittenBack, _plain, list(args))
-                result = getattr(first, func.__name__)(*others, **given)
-                if func in _ARRAYS:
-                    result.setflags(write=False)  # what is written into an array is not seen
-                return result
-            versions = [each._version for each in found]
-            result = func(*args, **given)
-            for each, version in zip(found, versions, strict=True):
-                if each._version != version or func in _UNCOUNTED:
-                    each._link.write()
-            return tree_map_only(Tensor, lambda made: _linked(made, found), result)
+        # Not `with DisableTorchFunctionSubclass()`: an interrupt as it begins would leave subclasses off for good.
+        return torch._C._disabled_torch_function_impl(_operated, types, (func, tuple(args), dict(kwargs or {})), {})
+
+
+def _operated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read the layers, call the function, and pass on what it has written."""
+    found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, WrittenBack)]
+    if func not in _SIZES and func.__name__ != "__get__":
+        for each in found:
+            each._link.read()
+    if func in _COPIES or func in _ARRAYS:
+        first, *others = tree_map_only(WrittenBack, _plain, list(args))
+        result = getattr(first, func.__name__)(*others, **kwargs)
+        if func in _ARRAYS:
+            result.setflags(write=False)  # what is written into an array is not seen
+        return result
+    versions = [each._version for each in found]
+    result = func(*args, **kwargs)
+    for each, version in zip(found, versions, strict=True):
+        if each._version != version or func in _UNCOUNTED:
+            each._link.write()
+    return tree_map_only(Tensor, lambda made: _linked(made, found), result)
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """Return the same memory as an ordinary tensor, without asking the layer."""
+    return torch._C._disabled_torch_function_impl(Tensor.as_subclass, (), (tensor, Tensor), {})
 
 
 def _plain(tensor: WrittenBack) -> Tensor:
-    """The same memory as an ordinary tensor, or as a parameter if a module holds it as one."""
+    """Return the same memory as an ordinary tensor, or as a parameter if a module holds it as one."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().as_subclass(Tensor), tensor.requires_grad)
     return tensor.as_subclass(Tensor)

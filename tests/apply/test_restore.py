@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +20,11 @@ import infuse
 from infuse.apply.restore import BEFORE
 from infuse.errors import UnsupportedCall
 from infuse.layers.gradient import InferenceModule
+from infuse.weights.skeleton import Was
 from tests.models import encoder_decoders
 from tests.models.diffusion import tiny_pipelines
 from tests.models.families import BY_NAME, FAMILIES, inputs
+from tests.support.copies import by_pickle, by_torch
 from tests.support.side_by_side import ids
 
 BART = encoder_decoders.TEXTS[0]
@@ -249,6 +249,23 @@ def test_values_that_were_loaded_meanwhile(name: str, quant: str | None) -> None
     assert all(one is two for one, two in zip(model.parameters(), held, strict=True))
 
 
+def test_values_that_were_loaded_before_a_second_init_inference() -> None:
+    """They are today's, not those of a Parameter that somebody holds since before the first one."""
+    model, other = made("llama"), made("llama")
+    held = list(model.parameters())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2.0)
+    infuse.init_inference(model, dtype="bf16", progress=False)
+    model.load_state_dict(other.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        infuse.restore(infuse.init_inference(model, dtype="bf16", progress=False))
+    for path, value in other.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[path], value, atol=0.0, rtol=0.01)
+    assert all(one is two for one, two in zip(model.parameters(), held, strict=True))
+
+
 def test_hooks_attributes_and_flags() -> None:
     model = made("llama")
     called: list[str] = []
@@ -297,26 +314,17 @@ def test_a_function_around_generate() -> None:
     ours = model.generate
     model.generate = lambda *args, **kwargs: ours(*args, **kwargs)
     found = model.generate(ids(1, 4), max_new_tokens=4, do_sample=False)
+    others = {name: getattr(model, name) for name in ("generate_batch", "init_continuous_batching")}
     infuse.restore(engine)
     assert torch.equal(model.generate(ids(1, 4), max_new_tokens=4, do_sample=False), found)
+    assert others["init_continuous_batching"]() is not None  # somebody's own reference to it
 
 
 # ---- copies, wrappers, other origins ----
 
 
-def roundtrip(engine: Any) -> Any:
-    return pickle.loads(pickle.dumps(engine))
-
-
-def saved(engine: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(engine, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, roundtrip, saved])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch])
 def test_copies_are_restored_too(name: str, copied: Callable[[Any], Any]) -> None:
     model = made(name)
     twin, engine = copy.deepcopy(model), infuse.init_inference(model, dtype="fp32", progress=False)
@@ -377,6 +385,29 @@ def test_an_error_in_the_body_restores() -> None:
     with pytest.raises(ZeroDivisionError), infuse.inference(model, dtype="fp32", progress=False):
         raise ZeroDivisionError
     assert_restored(model, twin)
+
+
+def test_memory_that_runs_out_leaves_the_rest_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another call goes on."""
+    model = made("llama")
+    twin, left = copy.deepcopy(model), [3]
+    infuse.init_inference(model, dtype="bf16", progress=False)
+    with_values = Was.with_values
+
+    def few(was: Was, value: Tensor) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError
+        return with_values(was, value)
+
+    with monkeypatch.context() as monkey, pytest.raises(torch.OutOfMemoryError):
+        monkey.setattr(Was, "with_values", few)
+        infuse.restore(model)
+    assert any(isinstance(module, InferenceModule) for module in model.modules())
+    with pytest.warns(UserWarning, match="tensors have the rounding"):
+        infuse.restore(model)
+    assert described(model) == described(twin)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.fixture

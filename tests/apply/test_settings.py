@@ -17,14 +17,9 @@ from torch import Tensor, nn
 import infuse
 from tests.models.families import BY_NAME, FAMILIES, RELATIVES
 from tests.support.relatives import less
-from tests.support.side_by_side import original
+from tests.support.side_by_side import original, replaced, unproven
 
 OF_MODULES = vars(nn.Module()).keys()
-
-
-def replaced(name: str, **keys: Any) -> infuse.InferenceEngine:
-    keys = {"dtype": torch.float32, "verify": "off", "progress": False, **keys}
-    return infuse.init_inference(BY_NAME[name].make(), **keys)
 
 
 def at(module: Any, path: str) -> Any:
@@ -49,7 +44,7 @@ def in_both(wanted: nn.Module, engine: infuse.InferenceEngine, model: Any) -> It
 
 @pytest.mark.parametrize("name", less(RELATIVES, [family.name for family in FAMILIES]))
 def test_settings_are_those_of_the_original(name: str) -> None:
-    engine, seen = replaced(name), 0
+    engine, seen = unproven(name), 0
     for module, part in in_both(original(name), engine, engine.module):
         for setting, value in settings(module).items():
             found, seen = getattr(part, setting), seen + 1
@@ -64,7 +59,7 @@ def test_settings_are_those_of_the_original(name: str) -> None:
 @pytest.mark.parametrize("quant", [None, "int8:16"])
 @pytest.mark.parametrize("name", ["llama", "bert", "mixtral", "bloom"])
 def test_copies_have_them(name: str, quant: str | None) -> None:
-    engine = replaced(name, quant=quant)
+    engine = unproven(name, quant=quant)
     for model in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
         for module, part in in_both(original(name), engine, model):
             assert all(hasattr(part, setting) for setting in settings(module))
@@ -83,7 +78,7 @@ def test_copies_have_them(name: str, quant: str | None) -> None:
     ],
 )
 def test_another_value_is_refused(name: str, path: str, setting: str) -> None:
-    part: Any = replaced(name).module.get_submodule(path)
+    part: Any = replaced(name).get_submodule(path)
     value = getattr(part, setting)
     setattr(part, setting, value)
     with pytest.raises(infuse.UnsupportedCall, match=f"was replaced while {setting} was {value}"):

@@ -15,10 +15,12 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.nn.utils import prune
 from transformers.trainer_utils import load_sharded_checkpoint
 
 import infuse
 from tests.models.families import BY_NAME, inputs
+from tests.support.side_by_side import replaced
 
 NAMES = ["llama", "gpt2", "bert", "mixtral", "t5", "gpt-neox", "codegen", "gpt-oss", "gemma4-experts", "qwen3_5"]
 NAMES = [name for name in NAMES if BY_NAME[name].is_there]
@@ -28,11 +30,6 @@ OPTIONS = [
     StateDictOptions(full_state_dict=True),
     StateDictOptions(full_state_dict=True, cpu_offload=True),
 ]
-
-
-def replaced(name: str, **keys: Any) -> Any:
-    keys = {"dtype": torch.float32, "verify": "off", "progress": False, **keys}
-    return infuse.init_inference(BY_NAME[name].make(), **keys).module
 
 
 def changed(name: str) -> Any:
@@ -276,3 +273,15 @@ def test_accelerate_moves_a_whole_model() -> None:
     accelerate.dispatch_model(model, device_map={"": "cpu"})
     with pytest.raises(infuse.UnsupportedCall, match="cannot offload"):
         accelerate.cpu_offload(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_replaced_head_is_pruned_as_the_original(name: str) -> None:
+    """PyTorch puts a plain tensor in the place of the weight, which counts."""
+    pruned, model = (BY_NAME[name].make(tie_word_embeddings=False) for _ in range(2))
+    infuse.init_inference(model, dtype="fp32", progress=False)
+    for each in (pruned, model):
+        prune.l1_unstructured(each.get_output_embeddings(), "weight", 0.5)
+    given = inputs(BY_NAME[name])
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, pruned(**given).logits, atol=1e-4, rtol=1e-4)

@@ -21,6 +21,7 @@ import infuse
 from infuse import native
 from infuse.layers.cache import KVCache
 from tests.models.families import BY_NAME, FAMILIES, RELATIVES, Family, inputs
+from tests.support.copies import by_pickle, by_torch
 from tests.support.forked import Program, start
 from tests.support.ranks import Ranks
 from tests.support.relatives import less
@@ -56,17 +57,6 @@ def answers(model: nn.Module, family: Family) -> list[Tensor]:
 def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert len(found) == len(wanted) > 0
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def by_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def by_torch(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def by_joblib(value: Any) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import infuse
 from tests.models.families import BY_NAME
+from tests.support.side_by_side import replaced
 
 OF_LAYERS = {
     "llama": "model.layers.0.",
@@ -22,11 +22,6 @@ OF_LAYERS = {
     "mixtral": "model.layers.0.",
     "t5": "encoder.block.0.",
 }
-
-
-def replaced(name: str, **keys: Any) -> Any:
-    keys = {"dtype": torch.float32, "verify": "off", "progress": False, **keys}
-    return infuse.init_inference(BY_NAME[name].make(), **keys).module
 
 
 def resolved(model: Any, path: str) -> Any:

@@ -14,12 +14,9 @@ import transformers as t
 import infuse
 from tests.models.families import BY_NAME
 from tests.support.ranks import Ranks
+from tests.support.side_by_side import replaced
 
 PROMPT = torch.tensor([[5, 7, 9, 11]])
-
-
-def replaced(name: str, **keys: Any) -> Any:
-    return infuse.init_inference(BY_NAME[name].make(), dtype=torch.float32, verify="off", progress=False, **keys).module
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bert"])

@@ -30,6 +30,17 @@ def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     return engine
 
 
+def unproven(name: str, **keys: Any) -> infuse.InferenceEngine:
+    """An engine of a model of the family, in float32 and without proofs."""
+    keys = {"dtype": torch.float32, "verify": "off", "progress": False, **keys}
+    return infuse.init_inference(BY_NAME[name].make(), **keys)
+
+
+def replaced(name: str, **keys: Any) -> Any:
+    """The model of such an engine."""
+    return unproven(name, **keys).module
+
+
 @cache
 def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
     """The original, and the same model injected, for all tests of this process: never to be changed."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.weights.written_back import WrittenBack
 from tests.models.families import BY_NAME, inputs
+from tests.support.side_by_side import replaced
 
 # Merged views, transposed, interleaved by heads, groups and parts, stacked experts, keys that are values, rows of rows.
 NAMES = [
@@ -30,11 +31,6 @@ COPIED = {
     "gpt-neox": "gpt_neox.layers.1.attention.query_key_value.weight",
     "gpt-oss": "model.layers.1.mlp.experts.gate_up_proj",
 }
-
-
-def replaced(name: str, **keys: Any) -> Any:
-    keys = {"dtype": torch.float32, "verify": "off", "progress": False, **keys}
-    return infuse.init_inference(BY_NAME[name].make(), **keys).module
 
 
 def assert_alike(model: Any, wanted: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from infuse.authors import is_librarys
 from infuse.cache_names import cache_in
 from infuse.generate.loop import CACHE_NAME
-from infuse.instance_method import InstanceMethod
+from infuse.instance_method import InstanceMethod, while_it_has
 from infuse.layers.cache import KVCache
 from infuse.layers.states_slot import StatesCache
 from infuse.questions import attribute, returned
@@ -48,6 +48,7 @@ def encoders_in(module: Any) -> list[str]:
     return [path for path, part in module.named_modules() if part is encoder and part is not module]
 
 
+@while_it_has("_infuse", PREPARES)
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Prepare the cache as the model's class does, and put ours in the place of new dynamic ones.
 
