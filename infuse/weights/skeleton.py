@@ -216,6 +216,11 @@ def _with_own_tables(clone: nn.Module) -> nn.Module:
 def _own_memory(value: Tensor) -> Tensor:
     """`value`, or a copy if it is not laid out as PyTorch would."""
     plain = value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last))
-    if value.is_meta or (plain and value.data_ptr() % _ALIGNED == 0):
+    if value.is_meta or (plain and is_aligned(value)):
         return value
     return value.clone(memory_format=torch.preserve_format if plain else torch.contiguous_format)
+
+
+def is_aligned(value: Tensor) -> bool:
+    """Whether the memory begins where PyTorch might begin some."""
+    return value.data_ptr() % _ALIGNED == 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from infuse.architectures.packing import Fill
 from infuse.weights.fill import moves, source_view
 from infuse.weights.lazy import place_of
-from infuse.weights.skeleton import Skeleton
+from infuse.weights.skeleton import Skeleton, is_aligned
 
 _OF_THESE_TENSORS = ("_inside", "_filled")  # attributes that copies do without
 
@@ -116,4 +116,4 @@ def _versions(original: Replaced, fill: Fill, module: nn.Module) -> list[tuple[i
 
 def _can_share(parameter: nn.Parameter, view: Tensor) -> bool:
     alike = parameter.dtype == view.dtype and parameter.device == view.device
-    return alike and not parameter.is_shared() and type(parameter.data) is Tensor
+    return alike and is_aligned(view) and not parameter.is_shared() and type(parameter.data) is Tensor

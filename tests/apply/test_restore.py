@@ -29,7 +29,19 @@ from tests.support.side_by_side import ids
 
 BART = encoder_decoders.TEXTS[0]
 FIVE = ("llama", "gpt2", "bert", "mixtral", "bart")
-INTERLEAVED = ("bloom", "gpt-neox", "codegen", "falcon-40b", "phi3", "gpt-oss", "deepseek-v3", "llama4", "gemma4", "t5")
+INTERLEAVED = (
+    "bloom",
+    "gpt-neo",
+    "gpt-neox",
+    "codegen",
+    "falcon-40b",
+    "phi3",
+    "gpt-oss",
+    "deepseek-v3",
+    "llama4",
+    "gemma4",
+    "t5",
+)
 STATES = ("mamba", "qwen3_next", "granitemoehybrid", "kimi_linear")
 FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fp32", dict(dtype="fp32")),
@@ -74,6 +86,7 @@ def assert_restored(model: nn.Module, twin: nn.Module) -> None:
     buffers = dict(model.named_buffers())
     assert [name for name, buffer in twin.named_buffers() if not torch.equal(buffers[name], buffer)] == []
     assert all(parameter.is_contiguous() for parameter in model.parameters())
+    assert len({buffer.data_ptr() for buffer in buffers.values()}) == len({each.data_ptr() for each in twin.buffers()})
 
 
 # ---- everything is what it was ----
@@ -157,6 +170,17 @@ def test_a_held_parameter_takes_no_second_memory(name: str) -> None:
         for parameter in twin.parameters():
             parameter.mul_(0.5)
     assert_restored(model, twin)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_pieces_of_merged_matrices_begin_where_pytorch_begins_memory(held: bool) -> None:
+    """Else products may add up in another order than those of the original."""
+    model: Any = BY_NAME["llama"].make(hidden_size=44, intermediate_size=50, head_dim=10).float()
+    twin, holder = copy.deepcopy(model), list(model.parameters()) if held else []
+    answered(model, dtype="fp32")
+    assert_restored(model, twin)
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
+    assert all(one is other for one, other in zip(holder, model.parameters(), strict=False))
 
 
 # ---- training between answers ----

@@ -144,6 +144,19 @@ def test_names_are_restored_when_the_proof_fails(fault: str, monkeypatch: pytest
     assert error(engine(**inputs(BY_NAME["llama"])).logits, wanted) < 5e-5
 
 
+def test_names_are_put_back_by_restore() -> None:
+    model = kept(BY_NAME["llama"].make())
+    before = names(model)
+    engine = injected(model)
+    assert names(model) != before and "_infuse_attention" in vars(model)
+    infuse.restore(engine)
+    assert names(model) == before and "_infuse_attention" not in vars(model)
+    engine = injected(model)
+    model.set_attn_implementation("eager")  # the user's choice stays
+    infuse.restore(engine)
+    assert set(names(model).values()) == {"eager"}
+
+
 def test_names_are_restored_when_a_strict_proof_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no attention today")

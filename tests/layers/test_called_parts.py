@@ -363,6 +363,18 @@ def test_parts_whose_call_is_unclear_refuse_hooks(name: str, place: str) -> None
     assert_alike(run(replaced, name), exact, 1e-3, (name,))
 
 
+def test_what_a_part_does_behind_its_module_is_not_lost() -> None:
+    """Falcon-H1's mamba is scaled by the layer, which our part does itself: a module around it cannot."""
+    original, replaced = made("falcon_h1")
+    for model in (original, replaced):
+        for layer in model.get_submodule("model.layers").children():
+            assign(layer, "mamba")
+    assert_alike(run(replaced, "falcon_h1"), run(original, "falcon_h1"), 1e-3, ())
+    wrap(replaced.get_submodule("model.layers.0"), "mamba")
+    with pytest.raises(UnsupportedCall, match="was exchanged"):
+        run(replaced, "falcon_h1")
+
+
 def test_a_part_called_by_itself() -> None:
     """It returns what the original's module does, and its result refuses a backward pass."""
     original, replaced = made("llama")

@@ -120,3 +120,18 @@ def test_layers_that_are_tied_to_each_other_stay_so(quant: str | None) -> None:
         assert canvas_logits(model).shape[-1] == 100
         decoder, encoder = model.model.decoder, model.model.encoder.language_model
         assert decoder.norm.weight is encoder.norm.weight, "what has its name is tied again"
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+@pytest.mark.filterwarnings("ignore:infuse. restore")
+def test_layers_that_are_tied_to_each_other_are_tied_when_they_are_restored(quant: str | None) -> None:
+    original, model = tied_layers(), tied_layers()
+    infuse.restore(infuse.init_inference(model, dtype=torch.float32, verify="off", progress=False, quant=quant))
+    assert model.all_tied_weights_keys == original.all_tied_weights_keys
+    for each in (model, original):
+        for tied, source in each.all_tied_weights_keys.items():
+            assert each.get_parameter(tied) is each.get_parameter(source), tied
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in original.named_parameters()]
+    model.tie_weights()
+    if quant is None:
+        assert torch.equal(canvas_logits(model), canvas_logits(original))
