@@ -5,6 +5,7 @@ not depend on what ran before.
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,13 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> None:
+    """PyTorch compiles one function eight times at most, and all containers share one: the ninth raises."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what was compiled before, and keep torch's trace from pytest, which would store its thousands of lines."""
-    torch._dynamo.reset()
+    """Keep torch's trace from pytest, which would store its thousands of lines."""
     counters.clear()
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)

@@ -276,7 +276,6 @@ def test_a_traced_graph_has_the_registered_form(name: str) -> None:
         graphs.append(graph.graph)
         return graph.forward
 
-    torch._dynamo.reset()
     case, bound, mutated = cases(name, torch.float32)[1], registered()[name].bound(REFERENCE), written(name)
     found = results(
         torch.compile(lambda *args: bound(*args), fullgraph=True, backend=recorded), own(case.args, []), mutated
