@@ -7,7 +7,8 @@ counts the calls of torch.nn.functional.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -76,3 +77,20 @@ def are_empty(tensors: Iterable[Tensor]) -> bool:
         return False
     faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return faked or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+
+
+def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep the tensor that `make` gives for arguments. Under a mode, which may make it a fake one, it is not kept."""
+
+    @cache
+    @torch.inference_mode(False)
+    def made(*args: Any) -> Tensor:
+        return make(*args)
+
+    @wraps(make)
+    def tensor(*args: Any) -> Tensor:
+        if dispatch_modes() or function_modes() or transform() is not None:
+            return make(*args)
+        return made(*args)
+
+    return tensor

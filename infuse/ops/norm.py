@@ -6,13 +6,13 @@ Suffixes: R rows (any number of axes), H heads, C normalised width. A weight of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.modes import kept
 from infuse.ops.op import Case, CaseMaker, op
 
 
@@ -74,8 +74,7 @@ def _rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float)
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
-@cache
-@torch.inference_mode(False)
+@kept
 def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 

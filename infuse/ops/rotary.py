@@ -7,12 +7,12 @@ S capacity of the cache, E rotated width (the first E of D; cos and sin have E c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from infuse.modes import kept
 from infuse.ops.cache_rows import SCALE_BYTES, quantize_rows
 from infuse.ops.op import Case, op
 
@@ -88,11 +88,12 @@ def _rotary_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     return torch.addcmul(x * cos.unsqueeze(-2), x.roll(width // 2, -1), signed)
 
 
-@cache
-@torch.inference_mode(False)
+@kept
 def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-1 for the first half of the columns, 1 for the second."""
-    return torch.cat((torch.full((width // 2,), -1.0), torch.ones(width // 2))).to(device, dtype)
+    signs = torch.ones(width, dtype=dtype, device=device)
+    signs[: width // 2] = -1
+    return signs
 
 
 @rotary_append.implement("torch")

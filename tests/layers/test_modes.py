@@ -22,6 +22,7 @@ from infuse import modes
 from infuse.layers.block import Block
 from infuse.layers.experts import Experts
 from infuse.layers.linear import Linear, QuantizedLinear
+from infuse.ops import registered
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import arguments, first, ids, logits
 from tests.support.tolerance import assert_near
@@ -133,6 +134,24 @@ def test_fake_tensors(name: str, quant: str | None) -> None:
         flops = counted(model, fakes)
     assert isinstance(found, FakeTensor) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     assert flops == counted(original, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "rest"),
+    [("rms_norm", [(2, 22), (22,)], (1.5e-5, 0.0)), ("rotary", [(2, 3, 4, 22), (2, 3, 22), (2, 3, 22)], (False,))],
+)
+def test_an_op_keeps_no_fake_tensor(name: str, sizes: list[tuple[int, ...]], rest: tuple) -> None:
+    """No other test has these widths: what the ops keep for them is made here, first under the mode."""
+    given = [torch.randn(size) for size in sizes]
+    op = registered()[name]
+    with FakeTensorMode() as mode:
+        fake = op.in_operations(*map(mode.from_tensor, given), *rest)
+    assert isinstance(fake, FakeTensor)
+    found = op.in_operations(*given, *rest)
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, op.reference(*given, *rest))
+    with FakeTensorMode() as mode:
+        op.in_operations(*map(mode.from_tensor, given), *rest)
 
 
 @pytest.mark.parametrize("quant", FORMATS)
