@@ -30,8 +30,8 @@ import transformers
 from safetensors.torch import save_file
 
 import infuse
-from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
+from infuse_cli.bench import multiplications
 from models import SHAPES
 from other_engines.llama import write
 from peers import PROGRAM, Generate, Peer, measured, ours

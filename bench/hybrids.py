@@ -36,8 +36,8 @@ from hub import PEERS as HUB_PEERS
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.short_conv import ShortConvShape
-from infuse.cli.gguf_file import read_gguf_config
 from infuse.profile.probe import MemoryReader, matmul_rate
+from infuse_cli.gguf_file import read_gguf_config
 from peers import PROGRAM, Peer, ours, prefill
 from report import in_turns, markdown, memory_bytes, show
 

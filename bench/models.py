@@ -26,9 +26,9 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import Bandwidth, MemoryReader
+from infuse_cli.bench import multiplications
 from report import Bound, bound, in_turns, instruction, markdown, memory_bytes, probed, product_rates, save, show
 
 # Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.

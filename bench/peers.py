@@ -26,9 +26,9 @@ import torch
 from rich.table import Table
 
 import infuse
-from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import read_bandwidth
+from infuse_cli.bench import multiplications
 from models import SHAPES, Contestant, bounds, made
 from other_engines.peer import FORMATS
 from report import in_turns, markdown, probed, product_rates, save, show

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
 
 log = logging.getLogger("infuse")
 log.addHandler(logging.NullHandler())  # without it Python prints logged warnings twice if logging is not configured
@@ -31,6 +30,7 @@ def progress_bars(wanted: bool | None) -> Iterator[Callable[[int, int, str], Non
 
     Bars are shown if `wanted` is True, or if it is None and standard error is a terminal or a notebook.
     """
+    from rich.console import Console
     from tqdm.auto import tqdm  # picks terminal or notebook bars at import
 
     in_world = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
-HOUSE, TESTS = ROOT / "infuse", ROOT / "tests"
+HOUSE, COMMANDS, TESTS = ROOT / "infuse", ROOT / "infuse_cli", ROOT / "tests"
 MAP = ROOT / "docs" / "map.md"
 
 # Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from
@@ -43,12 +45,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("proof", "shards", "generate"),
     ("apply",),
     ("engine",),
-    ("__init__", "deepspeed", "cli"),
+    ("__init__", "deepspeed"),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
-    "cli/app.py", "cli/gguf_file.py", "cli/model_class.py", "cli/model_folder.py", "layers/cache.py",
+    "layers/cache.py",
     "layers/slot.py", "layers/hook.py", "layers/states_slot.py", "layers/recurrence_slot.py", "layers/hybrid_slot.py",
     "layers/shown_states.py",
     "graphs/held_states.py", "generate/same_inputs.py", "generate/candidates.py",
@@ -57,10 +59,22 @@ TRANSFORMERS = {
     "proof/sessions.py",
     "reading/calls.py", "reading/trace.py", "weights/names.py",
 }  # fmt: skip
+# What takes a second and more to import, beside PyTorch.
+HEAVY = (
+    "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy", "triton", "diffusers", "rich",
+    "typer", "scipy", "sklearn", "pandas", "accelerate", "peft", "tokenizers",
+    "transformers.modeling_utils", "transformers.models", "transformers.generation.utils", "infuse.ops.triton.kernels",
+)  # fmt: skip
+# Whose modules are imported beyond those of PyTorch and of transformers' caches.
+OURS = {
+    "infuse", "torch", "transformers", "pydantic", "pydantic_core", "annotated_types", "typing_inspection",
+    "safetensors", "filelock", "isal", "tqdm", "regex",
+}  # fmt: skip
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60  # a file holds one idea; a longer one is worth a look
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 FILES = sorted(HOUSE.rglob("*.py"))
+ALL_FILES = [*FILES, *sorted(COMMANDS.glob("*.py"))]
 MODULES = {".".join(path.relative_to(HOUSE).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
 
 
@@ -141,7 +155,7 @@ def test_the_resolution_of_imports() -> None:
     assert {"config.keys", "config.values", "device", "errors"} <= set(
         imported_modules(HOUSE / "config" / "inference.py")
     )
-    assert "__init__" in set(imported_modules(HOUSE / "cli" / "app.py"))
+    assert "engine" in set(imported_modules(HOUSE / "__init__.py"))
     assert "ops.op" in set(imported_modules(HOUSE / "ops" / "norm.py"))
 
 
@@ -162,25 +176,54 @@ def test_transformers_is_imported_in_few_files():
     assert found <= TRANSFORMERS
 
 
-def test_importing_infuse_is_light():
-    """No kernel compiler, no diffusers, no modelling of transformers (seconds), no device: they are for those who use
-    them.
-    """
+def test_importing_infuse_is_light() -> None:
+    """No compiler, no diffusers, no models of transformers (seconds), no device: they are for those who use them."""
     code = "\n".join(
         (
             "import sys, torch",
-            # whoever imports it fails; transformers and torch take it as not installed, and so must we
-            "sys.modules['triton'] = None",
-            "before = set(sys.modules)",  # what torch itself imports is not our affair
+            "of_torch = set(sys.modules)",
+            "import transformers.cache_utils",
+            "before = set(sys.modules)",
             "import infuse",
-            "new = set(sys.modules) - before",
-            "heavy = ('diffusers.', 'infuse.ops.triton.kernels', 'transformers.modeling_utils')",
-            "assert not [name for name in new if name.startswith(heavy)], 'heavy import'",
-            "assert not torch.cuda.is_initialized(), 'a device was touched'",
+            "print(*set(sys.modules) - before, torch.cuda.is_initialized())",
+            "print(*set(sys.modules) - of_torch)",
+        )
+    )
+    first, second = _python(code).splitlines()
+    *new, touched = first.split()
+    assert not (heavy := [name for name in second.split() if any(_is(name, one) for one in HEAVY)]), heavy
+    packages = {name.partition(".")[0] for name in new} - sys.stdlib_module_names
+    assert (others := {name for name in packages - OURS if not name.startswith("_")}) == set(), others
+    assert touched == "False", "a device was touched"
+
+
+def test_importing_infuse_leaves_the_garbage_collector_as_it_was() -> None:
+    assert _python("import gc, infuse; print(gc.isenabled())") == "True\n"
+    assert _python("import gc; gc.disable(); import infuse; print(gc.isenabled())") == "False\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "generate --help", "plan nowhere", "bank"])
+def test_the_command_line_answers_without_pytorch(arguments: str) -> None:
+    code = "\n".join(
+        (
+            "import sys",
+            f"sys.argv = ['infuse', *{arguments.split()}]",
+            "from infuse_cli.app import app",
+            "try:",
+            "    app()",
+            "finally:",
+            "    print({'torch', 'infuse', 'transformers', 'numpy'} & set(sys.modules), file=sys.__stderr__)",
         )
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stderr.endswith("set()\n"), done.stderr
+    assert done.returncode == (2 if arguments in ("plan nowhere", "bank") else 0)
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_triton_and_diffusers_are_imported_only_when_used():
@@ -201,20 +244,24 @@ def test_triton_and_diffusers_are_imported_only_when_used():
 
 
 def test_files_and_functions_are_short_and_neither_print_nor_exit() -> None:
-    for path in FILES:
+    for path in ALL_FILES:
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines <= LONGEST_FILE, f"{path}: {lines} lines: split it"
         for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= LONGEST_FUNCTION, f"{path}: {node.name}: {length} lines: split it"
-            if isinstance(node, ast.Call) and path != HOUSE / "cli" / "app.py":
+            if isinstance(node, ast.Call) and path != COMMANDS / "app.py":
                 called = ast.unparse(node.func)
                 assert called not in {"print", "exit", "quit", "sys.exit", "os._exit"}, f"{path}:{node.lineno}"
 
 
 def test_names_say_something():
-    files = [path for folder in ("infuse", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("infuse", "infuse_cli", "tests", "bench", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     words = {part.removesuffix(".py") for path in files for part in path.relative_to(ROOT).parts}
     assert not words & NAMES_OF_NOTHING
 

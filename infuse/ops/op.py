@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import register_flop_formula
 
 from infuse import modes
 from infuse.device import Device
 from infuse.errors import UnsupportedCall
 from infuse.modes import LINEAR, PLAIN, dispatch_modes, function_modes, transform
+from infuse.ops.flops import register_flops
 from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
@@ -276,7 +276,7 @@ class Op:
 
         For counters over traced graphs. Over models, counters see PyTorch's own operations.
         """
-        register_flop_formula(getattr(torch.ops.infuse, self.name))(lambda *args, **_: function(*args))
+        register_flops(getattr(torch.ops.infuse, self.name), lambda *args, **_: function(*args))
         return function
 
     def cases(self, maker: CaseMaker) -> CaseMaker:

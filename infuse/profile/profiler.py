@@ -9,11 +9,9 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
@@ -21,6 +19,9 @@ from infuse import interrupts
 from infuse.device import device_of
 from infuse.profile.probe import read_bandwidth
 from infuse.temporary_hooks import TemporaryHooks
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PROBE_BYTES = 1 << 28  # larger than any cache, small beside a model
 
@@ -154,6 +155,8 @@ class Profile:
 
     def table(self, rows: int = 12) -> Table:
         """The report as a rich table, with the `rows` slowest modules and ops."""
+        from rich.table import Table
+
         figures = self.as_dict()
         table = Table(title=f"{figures['forwards']} forwards in {figures['seconds']:.3f} s")
         for column in ("", "calls", "ms", "share"):
@@ -177,6 +180,8 @@ class Profile:
         self._profiler.export_chrome_trace(str(path))
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=100, no_color=True)
         with console.capture() as captured:
             console.print(self.table())

@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -41,10 +41,16 @@ def _(new: Tensor, past: Tensor, as_values: bool) -> Tensor:
     return new.new_empty(*new.shape[:2], past.shape[0] + new.shape[2], new.shape[3])
 
 
+def _folders(package: str) -> list[str]:
+    """Where a package lies, without importing it."""
+    found = find_spec(package)
+    return list(found.submodule_search_locations or ()) if found is not None else []
+
+
 APPEND = torch.ops.infuse_reading.append.default
 
 _NOT_LAYERS = (
-    *(f"{folder}{os.sep}" for folder in (*torch.__path__, *sympy.__path__, Path(__file__).parent)),
+    *(f"{folder}{os.sep}" for folder in (*torch.__path__, *_folders("sympy"), Path(__file__).parent)),
     "<frozen ",
 )
 _SHARED = re.compile(r"[/\\]transformers[/\\](?!models[/\\])")  # files around all models of transformers

@@ -1,9 +1,12 @@
-"""Sizes of a traced call that are variables, such as batch and tokens: branches of a layer on them show."""
+"""Sizes of a traced call that are variables, such as batch and tokens: branches of a layer on them show.
+
+Imported where a layer is traced: Dynamo and sympy, which come with it, take a second.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.functions import FloorDiv
 
 from infuse.reading.graph import LayerGraph, Size, is_in_layer, op_name, values_in
+from infuse.reading.resized import resized
 
 
 class Variables:
@@ -106,17 +110,6 @@ def _exact(number: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
     if not quotient.is_polynomial() or not quotient.free_symbols:
         return quotient if quotient.is_integer else None
     return quotient if sympy.Poly(quotient, *quotient.free_symbols).domain.is_ZZ else None
-
-
-def resized(like: Tensor, sizes: Mapping[int, Mapping[int, Any]]) -> Tensor:
-    """A tensor on meta as `like`, with other sizes: by axis, and by the size that it has there."""
-    shape: list[Any] = [sizes.get(axis, {}).get(size, size) for axis, size in enumerate(like.shape)]
-    strides: list[Any] = list(like.stride())
-    inner: dict[int, Any] = {}  # elements in the axes inside of another → their number
-    for axis in sorted(range(like.dim()), key=lambda axis: (like.stride(axis), like.shape[axis])):
-        strides[axis] = inner.get(like.stride(axis), like.stride(axis))
-        inner[like.stride(axis) * like.shape[axis]] = strides[axis] * shape[axis]
-    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
 
 def _place(guard: Any) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,11 @@ from infuse.reading.calls import CACHE, LayerCall, Untouched
 from infuse.reading.effects import attributes, changed, containers
 from infuse.reading.finite import Answers
 from infuse.reading.graph import ANGLES, APPEND, PAST, LayerGraph, Size, Trace, is_in_layer
+from infuse.reading.resized import resized
 from infuse.reading.results import RESULTS, Results
-from infuse.reading.sizes import Variables, as_values, resized
+
+if TYPE_CHECKING:
+    from infuse.reading.sizes import Variables
 
 aten = torch.ops.aten
 _OF_VALUES = (aten.is_nonzero, aten.item, aten._local_scalar_dense, aten.equal)
@@ -69,6 +72,8 @@ def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True, is_far: bo
     `finite`: the answer to a layer that asks whether its values are finite. `is_far`: the same call of far more texts
     and tokens, where these are more than one.
     """
+    from infuse.reading.sizes import as_values
+
     told = Told()
     answers = Answers(finite)
     called = _Called(layer, call, told, answers, is_far)
@@ -167,6 +172,8 @@ class _Called:
         self._constants = [sizes.get(one, one) if type(one) is int else one for one in self._constants]
 
     def _varying(self, batch: int, tokens: int, past: int | None) -> Variables:
+        from infuse.reading.sizes import Variables
+
         rows = self._rows()
         numbers = {batch, tokens, *rows} | ({past, past + tokens} if past else set())
         numbers -= {1}  # a model that packs its pictures makes no other batch

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import infuse
-from infuse.cli import model_folder
-from infuse.cli.bench import Speed, table
 from infuse.device import Device
 from infuse.native import BINARY
+from infuse_cli import model_folder
+from infuse_cli.bench import Speed, table
 from tests.support.commands import PROMPT, run
 from tests.support.forked import Program
 from tests.support.published import publish
@@ -66,7 +66,7 @@ def test_version():
 
 def test_completion_can_be_shown():
     environment = {**os.environ, "_INFUSE_COMPLETE": "complete_bash", "COMP_WORDS": "infuse pl", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv = ['infuse']; from infuse.cli.app import app; app(prog_name='infuse')"
+    program = "import sys; sys.argv = ['infuse']; from infuse_cli.app import app; app(prog_name='infuse')"
     out, err = Program("-c", program, folder=ROOT, environment=environment).communicate()
     assert out.split() == ["plan"], err
 
@@ -175,7 +175,7 @@ def test_env_tells_versions_and_devices():
 
 def env_with(**variables):
     """What `infuse env` prints in a process of its own: the kernels are chosen once in each."""
-    command = ("-c", "from infuse.cli.app import app; app()", "env")
+    command = ("-c", "from infuse_cli.app import app; app()", "env")
     program = Program(*command, folder=ROOT, environment={**os.environ, "COLUMNS": "200", **variables})
     out, err = program.communicate()
     assert program.returncode == 0, err

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from infuse.cli.gguf_file import read_gguf_tokenizer
-from infuse.cli.model_folder import read_config
+from infuse_cli.gguf_file import read_gguf_tokenizer
+from infuse_cli.model_folder import read_config
 from tests.support.commands import PROMPT, run
 from tests.support.gguf_files import llama_tensors, llama_values, matrices_in, vocabulary_of, write
 

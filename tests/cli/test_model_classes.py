@@ -10,7 +10,7 @@ import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
 
-from infuse.cli.model_folder import empty_model, read_config
+from infuse_cli.model_folder import empty_model, read_config
 from tests.support.commands import PROMPT, run
 
 SETTINGS = ("--dtype", "float32", "--device", "cpu")

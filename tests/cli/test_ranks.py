@@ -17,8 +17,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import infuse
-from infuse.cli import ranks
-from infuse.cli.messages import fail
+from infuse_cli import ranks
+from infuse_cli.messages import fail
 from tests.support.commands import PROMPT, run
 from tests.support.forked import Program
 
@@ -33,13 +33,13 @@ def environment() -> dict[str, str]:
 
 def start(*arguments: object) -> subprocess.Popen:
     """A command as a shell starts it."""
-    command = [sys.executable, "-m", "infuse.cli.app", *map(str, arguments)]
+    command = [sys.executable, "-m", "infuse_cli.app", *map(str, arguments)]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def command(*arguments: object, code: int = 0) -> tuple[str, str]:
     """What a command prints, whose launcher and ranks are forks."""
-    program = (str(ROOT / "tests" / "support" / "launcher.py"), "-m", "infuse.cli.app")
+    program = (str(ROOT / "tests" / "support" / "launcher.py"), "-m", "infuse_cli.app")
     process = Program(*program, *map(str, arguments), folder=ROOT, environment=environment(), daemon=False)
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
@@ -150,7 +150,7 @@ def test_ranks_of_experts_start_and_generate(mixture, monkeypatch):
         run("generate", mixture, *GENERATE, *options)
         assert started.pop() == size
     monkeypatch.setattr(infuse, "init_inference", lambda model, **keys: asked.append(keys) or fail("enough", 1))
-    monkeypatch.setattr("infuse.cli.app.as_ranks", lambda size: True)
+    monkeypatch.setattr("infuse_cli.app.as_ranks", lambda size: True)
     run("generate", mixture, *GENERATE, "--tp", 2, "--ep", 3, code=1)
     assert asked[0]["tensor_parallel"] == {"tp_size": 2} and asked[0]["moe"] == {"ep_size": 3}
     assert asked[0]["checkpoint"] == str(mixture)  # each rank reads its own part

@@ -21,7 +21,7 @@ from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "tensor_parallel.md").read_text(encoding="utf-8")
-PROGRAMS = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "infuse": ["-m", "infuse.cli.app"]}
+PROGRAMS = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "infuse": ["-m", "infuse_cli.app"]}
 
 
 def blocks() -> list[str]:

@@ -79,7 +79,7 @@ def test_processes_that_start_together_build_once(compiler: Path, installed: Pat
 
 def test_neither_the_import_nor_env_builds(compiler: Path, installed: Path) -> None:
     out, err = end(
-        start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse.cli.app import app; app()")
+        start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse_cli.app import app; app()")
     )
     assert not links(compiler) and "building" not in err
     assert "not built yet" in out and "stand-in" not in out and "infuse build" in " ".join(out.split())
@@ -107,7 +107,7 @@ def test_a_failure_is_told_once_and_tried_again_when_something_changed(compiler:
 
 def test_infuse_build_builds_and_the_next_process_finds_it(compiler: Path, installed: Path) -> None:
     out, err = end(
-        start(installed, "import sys; sys.argv = ['infuse', 'build']; from infuse.cli.app import app; app()")
+        start(installed, "import sys; sys.argv = ['infuse', 'build']; from infuse_cli.app import app; app()")
     )
     assert "_kernels.so" in out and "building" in err and links(compiler) == 1
     assert end(start(installed, USE)) == (f"{native.isa()}\n", "") and links(compiler) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from infuse.cli.app import app
+from infuse_cli.app import app
 
 PROMPT = "def add("
 

@@ -15,8 +15,6 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from infuse.errors import ConfigError, InfuseError
-
 FAILED, WRONG_USE = 1, 2  # exit codes
 LAUNCHED = "INFUSE_LAUNCHED"  # set in the environment of ranks that `--tp` started
 
@@ -24,6 +22,8 @@ LAUNCHED = "INFUSE_LAUNCHED"  # set in the environment of ranks that `--tp` star
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
     """Print errors that a user can act on without a traceback; others keep theirs."""
+    from infuse.errors import ConfigError, InfuseError
+
     try:
         yield
     except ConfigError as error:

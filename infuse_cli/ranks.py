@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from infuse.cli.messages import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
+from infuse_cli.messages import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
@@ -33,7 +33,7 @@ def as_ranks(size: int) -> bool:
             warnings.simplefilter("ignore")
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         return True
-    _launch(size, [sys.executable, "-m", "infuse.cli.app", *sys.argv[1:]])
+    _launch(size, [sys.executable, "-m", "infuse_cli.app", *sys.argv[1:]])
     return False
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from infuse.errors import CheckpointError
-
 # Auto classes in the order in which a folder is tried: models that answer first, then other heads, which only files
 # that hold one tell.
 _ANSWERING = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "SpeechSeq2Seq")
@@ -71,6 +69,7 @@ def _own_parameters(kind: Any, config: Any) -> list[str]:
 
 def _stored_modules(folder: Path) -> Set[str] | None:
     """The names of all tensors in the folder's files, and of the modules above them; None if they cannot be read."""
+    from infuse.errors import CheckpointError
     from infuse.weights.checkpoint import stored_names
 
     try:

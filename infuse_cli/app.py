@@ -1,6 +1,7 @@
 """The command line: infuse plan | generate | bench | shard | build | env.
 
-Commands import torch and transformers themselves, so that `--help` and wrong arguments answer at once.
+A client of the library: `--help`, `--version` and wrong arguments answer without infuse, PyTorch and transformers,
+which commands import.
 Exit codes: 0 success, 1 failure, 2 wrong use (an option, a path, a folder without the needed files).
 Results go to standard output; progress, remarks and errors to standard error.
 """
@@ -18,9 +19,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
-from infuse.cli.messages import FAILED, WRONG_USE, Counted, bar, fail, refusals_of_generate, remarks, without_tracebacks
-from infuse.cli.model_folder import (
+from infuse_cli.bench import Speed, bound, middle, multiplications, table, timed
+from infuse_cli.messages import FAILED, WRONG_USE, Counted, bar, fail, refusals_of_generate, remarks, without_tracebacks
+from infuse_cli.model_folder import (
     copy_rest,
     empty_model,
     load_generative,
@@ -30,7 +31,7 @@ from infuse.cli.model_folder import (
     read_tokenizer,
     start_engine,
 )
-from infuse.cli.ranks import as_ranks, rank_device
+from infuse_cli.ranks import as_ranks, rank_device
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +89,7 @@ def without_command(
 ) -> None:
     """Make a Hugging Face model run near the limit of the hardware, and see what was done to it."""
     if version:
-        import infuse
-
-        print(f"infuse {infuse.__version__}")
+        print(f"infuse {_version('infuse')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())

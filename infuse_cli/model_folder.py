@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infuse.cli.gguf_file import dense_model, dtype_of, gguf_files, has_tokenizer, read_gguf_config, read_gguf_tokenizer
-from infuse.cli.messages import FAILED, WRONG_USE, bar, described, fail, remarks
-from infuse.cli.model_class import found_class
-from infuse.cli.other_folders import adapter_alone, component_of_diffusers, other_weights, what_it_is
+from infuse_cli.gguf_file import dense_model, dtype_of, gguf_files, has_tokenizer, read_gguf_config, read_gguf_tokenizer
+from infuse_cli.messages import FAILED, WRONG_USE, bar, described, fail, remarks
+from infuse_cli.model_class import found_class
+from infuse_cli.other_folders import adapter_alone, component_of_diffusers, other_weights, what_it_is
 
 if TYPE_CHECKING:
     import torch
