@@ -1,4 +1,4 @@
-"""The command line: infuse plan | generate | bench | shard | build | env.
+"""The command line: infuse plan | generate | bench | shard | build | env | clear-cache.
 
 A client of the library: `--help`, `--version` and wrong arguments answer without infuse, PyTorch and transformers,
 which commands import.
@@ -313,12 +313,22 @@ def build(
             remarks().print(f"the kernels that came with the installation are taken first: {binary}", soft_wrap=True)
 
 
+@app.command("clear-cache")
+def clear_cache() -> None:
+    """Remove the receipts of proofs, so that each layer is proven anew. Built kernels stay."""
+    with without_tracebacks():
+        from infuse.apply import receipts
+
+        print(f"{receipts.clear()} receipts removed")
+
+
 @app.command()
 def env() -> None:
     """Print what this machine offers: devices, instruction sets, compiler, versions."""
     with without_tracebacks():
         import torch
 
+        from infuse.apply import receipts
         from infuse.device import Device
         from infuse.native import described
 
@@ -334,6 +344,7 @@ def env() -> None:
         for what, found_out in described().items():
             table.add_row(what, found_out)
         table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+        table.add_row("receipts of proofs", f"{receipts.count()}; infuse clear-cache removes them")
         for package in ("infuse", "torch", "transformers", "triton", "diffusers"):
             table.add_row(package, _version(package))
         Console().print(table)

@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["INFUSE_RECEIPTS"] = "0"  # each test proves what it replaces
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "passive"
 )  # of processes that share the cores, none is to wait for its threads by computing

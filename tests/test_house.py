@@ -21,6 +21,7 @@ MAP = ROOT / "docs" / "map.md"
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
+        "cache_folder",
         "cache_names",
         "authors",
         "interrupts",

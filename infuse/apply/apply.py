@@ -92,7 +92,8 @@ class Proven:
         name_fillers(model, self.accepted)
         source.put(vars(model), BEFORE, Before.of(model, before))
         verdict, after_bytes = self.verdict, parameter_bytes(model)
-        return self.plan.executed(self.accepted, verdict.refused, verdict.instead, after_bytes, verdict.notes)
+        executed = self.plan.executed(self.accepted, verdict.refused, verdict.instead, after_bytes, verdict.notes)
+        return replace(executed, receipts=verdict.receipts)
 
     def _rehearse(self, sharing: Sharing) -> dict[str, nn.Module]:
         """Make all replacements without values and undo them, so that errors surface while the model is unchanged.

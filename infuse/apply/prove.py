@@ -12,6 +12,7 @@ from functools import partial
 from infuse import interrupts
 from infuse.apply.kinds import work_of
 from infuse.apply.mismatch import NOT_RUN
+from infuse.apply.receipts import Receipts, are_used
 from infuse.apply.recording import Cases
 from infuse.apply.trial import Trial
 from infuse.apply.unknown import together
@@ -24,6 +25,7 @@ from infuse.plan.packed import packed_paths
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
+from infuse.proof.identity import Identities
 from infuse.proof.in_place import find_callers, proven_alone
 from infuse.undisturbed import undisturbed
 
@@ -32,12 +34,16 @@ Progress = Callable[[int, int, str], None]  # done, total, description
 
 @dataclass(frozen=True)
 class Verdict:
-    """Accepted steps in their proven interpretation, refused ones with reasons, candidates taken instead, and notes."""
+    """Accepted steps in their proven interpretation, refused ones with reasons, candidates taken instead, and notes.
+
+    `receipts`: of proofs that did not run again.
+    """
 
     accepted: list[Step]
     refused: list[Left]
     instead: list[Candidate]
     notes: list[str]
+    receipts: tuple[str, ...]
 
 
 @dataclass
@@ -49,10 +55,15 @@ class Proofs:
     instead: dict[str, Candidate] = field(default_factory=dict)  # path of a place → the candidate tried last
     refused: dict[tuple, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    receipts: Receipts = field(default_factory=lambda: Receipts(None))
 
     def run(self, progress: Progress | None) -> None:
         """Prove the plan's steps and record why steps are refused. ProofError under verify="strict"."""
-        with undisturbed(self.trial.model):
+        trial = self.trial
+        if trial.config.verify == "sample" and trial.builder.group.size == 1 and not trial.calls and are_used():
+            identities = Identities(trial.plan, trial.model, trial.config, trial.builder.source)
+            self.receipts = Receipts(identities)
+        with undisturbed(trial.model):
             self._run(progress)
 
     def _run(self, progress: Progress | None) -> None:
@@ -85,7 +96,8 @@ class Proofs:
             else:
                 refused.append(Left(step.path, f"refused: {reason}"))
         instead = list(self.instead.values())
-        return Verdict(accepted, refused, instead, [*self.notes, *self._notes_of(accepted, instead)])
+        notes = [*self.notes, *self._notes_of(accepted, instead)]
+        return Verdict(accepted, refused, instead, notes, self.receipts.texts())
 
     def _notes_of(self, accepted: Sequence[Step], instead: Sequence[Candidate]) -> list[str]:
         """Return the plan's notes on the candidates taken instead of refused steps."""
@@ -105,7 +117,8 @@ class Proofs:
         trial, samples = self.trial, dict[tuple, Step]()
         for step in tried:
             samples.setdefault(trial.key(step), step)
-        steps = list(samples.values())
+        steps = self._without_receipts(list(samples.values()))
+        what = f"proving {len(steps)} kinds, once on this machine" if self.receipts.are_kept else "proving"
         cases = Cases()
         # Linears are proven in their callers only on one rank, since ranks would have to synchronize in every call,
         # and only on a live model, since a checkpoint's dtypes differ from the model's.
@@ -126,9 +139,19 @@ class Proofs:
                 if trial.config.verify == "strict" and NOT_RUN not in mismatch:
                     raise ProofError(f"{step.path}: {mismatch}")
                 self.refused[trial.key(step)] = mismatch
+            else:
+                self.receipts.keep(step)
             if progress:
-                progress(done + 1, len(steps), "proving")
+                progress(done + 1, len(steps), what)
         self.refused |= together([(step, trial.key(step)) for step in tried], self.refused)
+
+    def _without_receipts(self, steps: list[Step]) -> list[Step]:
+        """The steps to prove. Linears and experts are proven inside their callers, all of them or none."""
+        known = [step for step in steps if self.receipts.has(step)]
+        if not all(step in known for step in steps if step.is_called):
+            for step in (step for step in known if step.is_called):
+                self.receipts.forget(step)
+        return [step for step in steps if step.path not in self.receipts.found]
 
     def _mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
         """Return why any rank refuses the step; None if it is proven on all. `cases`: a reason if there are none."""

@@ -48,6 +48,11 @@ def installed() -> Path | None:
     return BINARY if BINARY.exists() and build.is_of_sources(BINARY) else None
 
 
+def library() -> Path | None:
+    """The library that `kernels` loads; None if there is none yet."""
+    return installed() or first_use.kept()
+
+
 def _load(library: Path) -> str | None:
     """Load the operators; return None, or why they do not load."""
     try:
@@ -120,7 +125,7 @@ def described() -> dict[str, str]:
     Builds nothing.
     """
     off = os.environ.get("INFUSE_CPU_ISA") == "off"
-    path = installed() or first_use.kept()
+    path = library()
     operators = kernels() if off or path else first_use.outlook()
     if isinstance(operators, str):
         return {"C++ kernels": f"none: {operators}"}

@@ -1,14 +1,13 @@
 """Build the kernels at first use if the installation has none, and keep them for later processes.
 
-They are kept in INFUSE_CACHE_DIR, else in the user's cache folder, else (if home is read-only) in the temporary folder.
-If several processes start together, one builds and the others wait. INFUSE_BUILD=0 disables building.
+They are kept in the cache folder. If several processes start together, one builds and the others wait.
+INFUSE_BUILD=0 disables building.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from infuse import logs
+from infuse.cache_folder import is_trusted, roots
 from infuse.native import build
 
 LIBRARY, FAILURE = "_kernels.so", "failure.txt"
@@ -29,7 +29,7 @@ LONGEST_BUILD_S = 1800.0  # how long to wait for another process; measured 90 s 
 
 def kept() -> Path | None:
     """Return the library that an earlier process built from these sources; None if there is none."""
-    folders = [root / f"kernels-{build.fingerprint()}" for root in _roots() if _is_trusted(root)]
+    folders = [root / f"kernels-{build.fingerprint()}" for root in roots() if is_trusted(root)]
     return next((folder / LIBRARY for folder in folders if (folder / LIBRARY).is_file()), None)
 
 
@@ -37,7 +37,7 @@ def outlook() -> str:
     """Describe what the next use of the kernels will do if none are kept: build them, or fail, and why."""
     if why := build.why_not(_torch()):
         return f"the C++ kernels are not built: {why}"
-    for root in _roots():
+    for root in roots():
         if why := _remembered(root / f"kernels-{build.fingerprint()}"):
             return why
     command = " ".join(build.compiler() or [])
@@ -51,7 +51,7 @@ def obtain(*, again: bool = False) -> Path | str:
     if why := build.why_not(_torch()):
         return f"the C++ kernels are not built: {why}"
     problems = []
-    for root in _roots():
+    for root in roots():
         try:
             return _built(root, again)
         except (OSError, NotImplementedError) as error:  # NotImplementedError: the file system has no locks
@@ -64,7 +64,7 @@ def _built(root: Path, again: bool) -> Path | str:
     """Build the library below `root`, or wait for the process that does. Raise OSError if it cannot be kept there."""
     folder = root / f"kernels-{build.fingerprint()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_trusted(root):
+    if not is_trusted(root):
         raise PermissionError("other users may write there")
     folder.mkdir(exist_ok=True)
     started = time.time()
@@ -138,30 +138,6 @@ def _tools() -> str:
 
 def _torch() -> Path:
     return Path(torch.__file__).parent
-
-
-def _roots() -> list[Path]:
-    """Folders for the kernels, in order of preference."""
-    if folder := os.environ.get("INFUSE_CACHE_DIR"):
-        return [Path(folder)]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    roots = [Path(home, "infuse")] if os.path.isabs(home) else []  # "~" stays where the user has no home
-    return [*roots, _temporary()]
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir(), f"infuse-{os.getuid() if os.name == 'posix' else ''}")
-
-
-def _is_trusted(root: Path) -> bool:
-    """Whether a library found there may be loaded. Anybody could create our folder in the temporary folder."""
-    if root != _temporary():
-        return True
-    try:
-        status = root.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _say(text: str) -> None:

@@ -50,7 +50,8 @@ class Plan:
     `before_bytes` and `after_bytes` count parameters and buffers; the latter include `mapped_bytes` of mapped experts.
     `kv_cache`: format of our cache (None: `dtype`). `token_bytes`: bytes per cached token in `dtype` and in `kv_cache`.
     `state_bytes`: recurrent state per sequence, independent of its length. `places`: those with further candidates,
-    until the plan is proven. `stored`: formats of the checkpoint that the plan was made for.
+    until the plan is proven. `stored`: formats of the checkpoint that the plan was made for. `receipts`: of executed
+    steps that were proven before, which is not part of the decision.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Plan:
     state_bytes: int = 0
     places: tuple[Place, ...] = field(default=(), compare=False)
     stored: StoredFormats = NOTHING_STORED
+    receipts: tuple[str, ...] = field(default=(), compare=False)
 
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks with the same decision."""
@@ -175,6 +177,8 @@ def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "declined", "", f"for {', '.join(names)}: {reason}", body
     for note in plan.notes:
         yield "note", "", note, ""
+    if plan.receipts:
+        yield "proven", "", f"before, with the same code, settings and values: {'; '.join(plan.receipts)}", ""
     if plan.kv_cache:
         plain, coded = (f"{count / 1e3:,.1f} kB" for count in plan.token_bytes)
         dtype = str(plan.dtype).removeprefix("torch.")

@@ -1,0 +1,269 @@
+"""The identity of a proof: a digest of everything that its result depends on.
+
+That is our code and kernels, the code of the model's classes, its config and attributes, the plan, the versions and the
+machine, and the values of the module that is proven. What no text tells apart from others has no identity, and its
+proof runs each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse import native
+from infuse.config.inference import InferenceConfig
+from infuse.device import Device
+from infuse.modes import is_plain
+from infuse.plan.digest import digest_of
+from infuse.plan.found import traits
+from infuse.plan.plan import Plan
+from infuse.plan.step import Step
+from infuse.reading.calls import attention_function
+from infuse.reading.effects import enclosed
+from infuse.weights.lazy import Lookup
+from infuse.weights.loader import LayerSource
+
+crc32: Callable[..., int] = zlib.crc32
+if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64"):
+    from isal import isal_zlib
+
+    crc32 = isal_zlib.crc32  # ten times as fast
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Enum,
+)
+_OF_CLASSES = frozenset({"__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "_abc_impl"})
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
+_NOT_ASKED = frozenset({"INFUSE_CACHE_DIR", "INFUSE_RECEIPTS", "INFUSE_LAUNCHED"})  # of our variables
+_ROOT = Path(__file__).parent.parent
+
+
+class Unknown(Exception):
+    """A value that may differ where its text does not."""
+
+
+class Identities:
+    """Identities of the proofs of one plan's steps. Each asks the model as it is at that moment."""
+
+    def __init__(self, plan: Plan, model: nn.Module, config: InferenceConfig, source: LayerSource):
+        self._model, self._source = model, source
+        self._code = Code()
+        settings = (plan.digest(), str(plan.dtype), config.verify, config.kv_cache, source.is_live)
+        self._around = _digest(_of_machine(source.device), of_infuse(), settings, self._of_model())
+
+    def of(self, step: Step) -> str:
+        """The identity of a step's proof, 64 hexadecimal digits. Unknown names what has none."""
+        module = self._model.get_submodule(step.path)
+        inside = [self._attributes(inner) for inner in module.modules()]
+        alike = self._code(traits(self._model, step.path, is_called=step.is_called))
+        values = list(self._values(step.path, module))
+        return _digest(self._around, step.path, digest_of(step.likeness), alike, inside, values)
+
+    def _of_model(self) -> tuple:
+        """All modules with their classes and those of their attributes that have a text; configs; attention."""
+        model: Any = self._model
+        modules = [(path, type(module).__qualname__) for path, module in model.named_modules()]
+        classes = [self._code.of_class(cls) for cls in dict.fromkeys(type(module) for module in model.modules())]
+        attributes = [self._attributes(module, lenient=True) for module in model.modules()]
+        configs = {id(one): one for one in (vars(module).get("config") for module in model.modules())}
+        attention = [attention_function(config) for config in configs.values()]
+        return (
+            modules,
+            classes,
+            attributes,
+            [self._code(config) for config in configs.values()],
+            self._code(attention),
+        )
+
+    def _attributes(self, module: nn.Module, lenient: bool = False) -> list[tuple[str, Any]]:
+        named = ((name, value) for name, value in sorted(vars(module).items()) if name not in _OF_MODULES)
+        return [(name, self._code.or_class(value) if lenient else self._code(value)) for name, value in named]
+
+    def _values(self, path: str, module: nn.Module) -> Iterator[tuple]:
+        """Shapes, dtypes and checksums of all tensors of a module: of its own, or of the checkpoint's."""
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not self._source.is_live and tensor.is_meta:
+                yield name, *_of_stored(self._source.tensors(path), name)
+            else:
+                yield name, *_checksum(tensor)
+
+
+class Code:
+    """Texts of values and of the code of functions and classes.
+
+    Functions of torch, and those of transformers outside its models, are named: their versions are part of an identity.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Nested tuples of plain values, equal for equal values in all processes. Raises Unknown."""
+        if isinstance(value, _PLAIN):
+            return type(value).__name__, repr(value)
+        if isinstance(value, (tuple, list)):
+            return type(value).__name__, [self(inner) for inner in value]
+        if isinstance(value, (set, frozenset)):
+            return type(value).__name__, sorted(repr(self(inner)) for inner in value)
+        if isinstance(value, Mapping) and not hasattr(value, "to_dict"):
+            return type(value).__name__, [(self(name), self(inner)) for name, inner in value.items()]
+        if isinstance(value, Tensor):
+            return "tensor", *_checksum(value)
+        if isinstance(value, CodeType):
+            return self._of_code(value)
+        if isinstance(value, functools.partial):
+            return "partial", self(value.func), self(value.args), self(value.keywords)
+        if isinstance(value, MethodType):
+            return "method", self(value.__func__), _name(type(value.__self__))
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        if isinstance(value, type):
+            return self.of_class(value)
+        if isinstance(value, (BuiltinFunctionType, ModuleType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return type(value).__name__, getattr(value, "__name__", str(value))
+        if hasattr(value, "to_dict"):  # a config of transformers
+            return _name(type(value)), repr(value.to_dict())
+        if is_dataclass(value):
+            return _name(type(value)), [self(getattr(value, field.name)) for field in fields(value)]
+        raise Unknown(f"{type(value).__module__}.{type(value).__qualname__}")
+
+    def or_class(self, value: Any) -> Any:
+        """As a call; only the class of a value that has no text."""
+        try:
+            return self(value)
+        except Unknown:
+            return _name(type(value))
+
+    def of_class(self, cls: type) -> Any:
+        """The code of a class and of its bases; of libraries' bases only what others have put into them."""
+        if cls not in self._known:
+            self._known[cls] = _name(cls)  # where it names itself
+            self._known[cls] = _name(cls), [self._own(kind) for kind in cls.__mro__ if kind is not object]
+        return self._known[cls]
+
+    def _own(self, kind: type) -> list[tuple[str, Any]]:
+        named = ((name, value) for name, value in sorted(vars(kind).items()) if name not in _OF_CLASSES)
+        if not _is_around(kind.__module__):
+            return [(name, self._of_member(value)) for name, value in named]
+        functions = ((name, function) for name, value in named for function in _functions(value))
+        return [(name, self(function)) for name, function in functions if not _is_around(_module_of(function))]
+
+    def _of_member(self, value: Any) -> Any:
+        functions = list(_functions(value))
+        return [self(function) for function in functions] if functions else self.or_class(value)
+
+    def _of_function(self, function: FunctionType) -> Any:
+        if _is_around(_module_of(function)):
+            return f"{_module_of(function)}.{function.__qualname__}"
+        if function not in self._known:
+            self._known[function] = function.__qualname__  # where it calls itself
+            inside = [(name, self.or_class(value)) for name, value in enclosed(function)]
+            defaults = self.or_class(function.__defaults__), self.or_class(function.__kwdefaults__)
+            named = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
+            around = [(name, self.or_class(value)) for name, value in named if not isinstance(value, ModuleType)]
+            self._known[function] = self._of_code(function.__code__), inside, defaults, around
+        return self._known[function]
+
+    def _of_code(self, code: CodeType) -> tuple:
+        constants = [self(constant) for constant in code.co_consts]
+        return code.co_code, constants, code.co_names, code.co_varnames, code.co_flags
+
+
+def of_infuse() -> str:
+    """Digest of our own code, as it lies on the disk, and of the kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(_ROOT.rglob("*.py")):
+        digest.update(f"{path.relative_to(_ROOT)} {path.stat().st_size} ".encode())
+        digest.update(path.read_bytes())
+    library = native.library()
+    digest.update(str(None if library is None else crc32(library.read_bytes())).encode())
+    return digest.hexdigest()
+
+
+def _of_machine(device: torch.device) -> tuple:
+    """Versions, the processor, and settings that change numbers."""
+    found = Device.of(device)
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("INFUSE_"))
+    return (
+        (sys.version, torch.__version__, metadata.version("transformers")),
+        (found.kind, found.name, found.features, native.isa()),
+        (
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            str(torch.get_default_dtype()),
+        ),
+        [(name, value) for name, value in variables if name not in _NOT_ASKED],
+    )
+
+
+def _checksum(tensor: Tensor) -> tuple:
+    """Shape, dtype and CRC-32 of a tensor's values."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not is_plain(tensor):
+        raise Unknown(f"a tensor of {type(tensor).__name__}, or without values")
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), crc32(values.numpy())
+
+
+def _of_stored(tensors: Lookup, name: str) -> tuple:
+    """The same of a tensor of a checkpoint, in the form in which it is stored."""
+    try:
+        tensor = tensors(name)
+    except KeyError:
+        raise Unknown(f"{name}, which the checkpoint has not under this name") from None
+    if tensor.coded is None:
+        return _checksum(tensor.read())
+    coded = tensor.coded
+    order = None if coded.order is None else coded.order.digest
+    return coded.format, order, [(name, *_checksum(buffer.read())) for name, buffer in sorted(coded.buffers.items())]
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _is_around(module: str) -> bool:
+    """Whether code is named by the versions of PyTorch and transformers."""
+    package = module.partition(".")[0]
+    if package == "transformers":
+        return not module.startswith("transformers.models.")
+    return package in ("torch", "infuse", "builtins") or package in sys.stdlib_module_names
+
+
+def _module_of(function: Any) -> str:
+    """The module in which a function was written, which `functools.wraps` does not change."""
+    return str(function.__globals__.get("__name__", "")) if isinstance(function, FunctionType) else ""
+
+
+def _functions(value: Any) -> Iterable[FunctionType]:
+    """The functions of a member of a class: methods, class methods, both halves of properties."""
+    halves = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+    return (half for half in halves if isinstance(half, FunctionType))
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
