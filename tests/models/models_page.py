@@ -202,6 +202,7 @@ def _received(connection: Connection, process: BaseProcess) -> Record:
 
 # ---- the page ----
 
+LINEAGES = Path(__file__).with_name("lineages.md")  # written by hand: which families are tested, by lineage
 HEAD = """\
 # What each model gets
 
@@ -222,6 +223,9 @@ those outside of layers. Of the models of a type, the first of these is taken: f
 generation from text, from sound or from several inputs, the plain one.
 
 `python -m tests.models.models_page > docs/models.md` writes this page.
+
+{lineages}
+## Model types
 
 | model type | gets | how | why not whole |
 |---|---|---|---|
@@ -245,6 +249,7 @@ def page(found: Mapping[str, Record]) -> str:
         made=len(made),
         all=len(found),
         versions=versions(),
+        lineages=LINEAGES.read_text(encoding="utf-8"),
         shares="\n".join(_shares(made)),
         rows="\n".join(rows[kind] for kind, record in found.items() if record.gets != NOT_MADE),
         away="\n".join(rows[kind] for kind, record in found.items() if record.gets == NOT_MADE),
