@@ -62,12 +62,20 @@ def test_counts_of_families_are_those_of_their_names() -> None:
     assert {lineage: int(count) for lineage, count in counts.items()} == {each: len(names[each]) for each in names}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_runs(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (example, *_) = re.findall(r"^```python\n(.+?)^```", text_of(ROOT / page), re.MULTILINE | re.DOTALL)
+    exec(compile(example, page, "exec"), {})
+    assert "def read_file(path):" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_site_is_built(tmp_path: Path) -> None:
     """`make docs` installs what it needs into an environment of its own; this one rarely has it."""
     if not (find_spec("mkdocs") and find_spec("material") and find_spec("mkdocstrings")):
         pytest.skip("without the packages of the extra docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "init_inference" in (tmp_path / "api.html").read_text(encoding="utf-8")
