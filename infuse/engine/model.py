@@ -39,6 +39,7 @@ from infuse.plan.decide import ALREADY_REPLACED, make_plan
 from infuse.plan.kinds import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.plan.plan import Plan, Report, memory, title
 from infuse.plan.readings import Readings
+from infuse.plan.step import OUTSIDE
 from infuse.profile.profiler import ForwardTimes, Profile
 from infuse.proof.cases import Call
 from infuse.shards.save import check_folder, save
@@ -345,7 +346,7 @@ def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:
                 text = f"the layers of {done.model} are {ALREADY_REPLACED}: they keep their weights"
                 warn(f"infuse: {text}", stacklevel=4)
                 continue
-            reasons = "; ".join(dict.fromkeys(left.why for left in done.left))
+            reasons = "; ".join(dict.fromkeys(left.why for left in done.left if left.why != OUTSIDE))
             reasons = reasons or "it has no layers that infuse knows"
             warn(f"infuse: NOTHING IS ACCELERATED in {done.model}: {reasons}", stacklevel=4)
 

@@ -43,11 +43,12 @@ from infuse.plan.effects import without_effect
 from infuse.plan.experts import check_counts, formats_of_experts, idle_ranks
 from infuse.plan.facts import Facts
 from infuse.plan.formats import matrices_made, matrix_made, matrix_name, matrix_ops
+from infuse.plan.found import is_table_or_norm
 from infuse.plan.kinds import BLOCK, SPLIT
 from infuse.plan.plan import Plan
 from infuse.plan.readings import binds_alike
 from infuse.plan.shared import Sharing, same_indices
-from infuse.plan.step import Left, Step
+from infuse.plan.step import OUTSIDE, Left, Step
 from infuse.plan.stored import NOTHING_STORED, StoredFormats
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
@@ -279,7 +280,7 @@ class _Walk:
         """Leave a module without children, except an embedding that ranks share or that may share a head's weight."""
         if not module._parameters:
             return
-        why = f"{type(module).__name__} is in no layer that has a spec"
+        why = OUTSIDE if is_table_or_norm(module) else f"{type(module).__name__} is in no layer that has a spec"
         in_component, is_table = is_component(self.facts.model), self.facts.mesh.tp > 1 and path == self.facts.table
         shares = (path in self.facts.tied or self.facts.formats.kept(path) is not None) and not in_component
         if (is_table or shares) and embedding_shape(module) is not None:

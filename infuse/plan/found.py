@@ -101,6 +101,12 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, (value.func, repr(value.args), repr(value.keywords))
 
 
+def is_table_or_norm(module: nn.Module) -> bool:
+    """Whether a module without children has no matrix to multiply with."""
+    own = (parameter for parameter in module._parameters.values() if parameter is not None)
+    return isinstance(module, nn.Embedding) or all(parameter.dim() == 1 for parameter in own)
+
+
 def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
     """Merge rows that differ only in a number in their path into one row: layers.{0-15}.mlp."""
     groups: dict[tuple, list[str]] = {}

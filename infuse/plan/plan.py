@@ -18,7 +18,7 @@ from infuse.plan.candidates import Candidate, Place
 from infuse.plan.digest import digest_of
 from infuse.plan.formats import matrix_name
 from infuse.plan.found import grouped
-from infuse.plan.step import Left, Step
+from infuse.plan.step import OUTSIDE, Left, Step
 from infuse.plan.stored import NOTHING_STORED, StoredFormats, in_words
 
 # A plan's text ends with an explanation of the words in it.
@@ -33,6 +33,16 @@ _WORDS = {
     "left": "stays as it was",
     "declined": "kernels that cannot run here",
     "cache": "keys and values that generate keeps",
+}
+# Each depth of the steps, for one and for several.
+_DEPTHS = {
+    "block": ("whole layer", "whole layers"),
+    "module": ("whole module", "whole modules"),
+    "split": ("layer shared by ranks", "layers shared by ranks"),
+    "linear": ("linear", "linears"),
+    "embedding": ("table", "tables"),
+    "experts": ("set of experts", "sets of experts"),
+    "attention": ("attention function", "attention functions"),
 }
 _KERNELS = {
     "triton": "infuse's for NVIDIA GPUs",
@@ -122,7 +132,7 @@ class Plan:
         """One table, with a row for each line of the text."""
         body = "".join(
             "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>"
-            for row in (*_step_rows(self), *_other_rows(self))
+            for row in (*_first_rows(self), *_step_rows(self), *_other_rows(self))
         )
         words = "<br>".join(escape(line) for line in _legend(self))
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in ("", "module", "what and why", "kernels"))
@@ -134,6 +144,8 @@ class Plan:
 
 def _lines(plan: Plan) -> Iterator[str]:
     yield title(plan)
+    for kind, _, what, _ in _first_rows(plan):
+        yield f"  {kind:<8}  {what}"
     rows = _step_rows(plan)
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     for depth, path, why, bodies in rows:
@@ -154,6 +166,14 @@ def title(plan: Plan) -> str:
     return f"plan for {plan.model} on {plan.device}{ranks}: {dtype} ({plan.dtype_why})"
 
 
+def _first_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """What is gained: how much is replaced, and the memory before and after."""
+    counts = Counter(step.depth for step in plan.steps)
+    if counts:
+        yield "replaced", "", ", ".join(f"{count} {_DEPTHS[depth][count > 1]}" for depth, count in counts.items()), ""
+    yield "memory", "", memory(plan), ""
+
+
 def _step_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Depth, path, formats and reason, bodies of the steps."""
     rows = []
@@ -169,7 +189,9 @@ def _step_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Kind, path, text and body of the modules left alone, of declined bodies, of notes and of the memory."""
-    yield from grouped([("left", left.path, left.why, "") for left in plan.left])
+    yield from grouped([("left", left.path, left.why, "") for left in plan.left if left.why != OUTSIDE])
+    if outside := [left.path for left in plan.left if left.why == OUTSIDE]:
+        yield "left", "", f"tables and norms outside of the layers: {', '.join(outside)}", ""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, body, reason in plan.declined:
         by_reason.setdefault((body, reason), []).append(name)
@@ -186,7 +208,6 @@ def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "cache", "", f"{plan.kv_cache}, {coded} a token instead of {plain} in {dtype}; {others}", ""
     if plan.state_bytes:
         yield "states", "", f"{plan.state_bytes / 1e3:,.1f} kB for each text in float32, however long it is", ""
-    yield "memory", "", memory(plan), ""
 
 
 def memory(plan: Plan) -> str:
