@@ -21,6 +21,7 @@ from infuse.apply import receipts
 from infuse.apply.receipts import Receipt
 from infuse.proof import compare, identity
 from tests.models.families import BY_NAME
+from tests.support import gguf_files, quantized_files
 from tests.support.commands import run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -311,6 +312,48 @@ def test_a_checkpoint(quant: str | None, tmp_path: Path, proofs: list[str]) -> N
     save_file(values, file, {"format": "pt"})
     loaded()
     assert any("layers.0" in path for path in proofs)
+
+
+@pytest.mark.parametrize("case", ["gptq-4-sym-v1", "awq", "fp8-blocks", "nf4-doubly", "gptq-8-sym-v1-order"])
+def test_a_checkpoint_in_codes(case: str, tmp_path: Path, proofs: list[str]) -> None:
+    quantized_files.publish(tmp_path, quantized_files.BY_CASE[case], quantized_files.llama())
+
+    def loaded() -> Any:
+        with torch.device("meta"):
+            empty = quantized_files.llama()
+        return infuse.init_inference(empty, checkpoint=str(tmp_path), dtype="fp32")
+
+    loaded()
+    assert proofs
+    proofs.clear()
+    assert loaded().plan.receipts and not proofs
+    file = tmp_path / "model.safetensors"
+    values = load_file(file)
+    scales = [name for name in values if name.startswith("model.layers.0.self_attn.o_proj.") and "scale" in name]
+    one_byte(values[(scales or ["model.layers.0.self_attn.o_proj.weight.absmax"])[0]])
+    save_file(values, file)
+    loaded()
+    assert any("layers.0" in path for path in proofs)
+
+
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K"])
+def test_a_gguf_file(type: str, tmp_path: Path, proofs: list[str]) -> None:
+    model, file = quantized_files.llama(hidden_size=256, intermediate_size=512), tmp_path / "model.gguf"
+
+    def of(name: str, tensor: torch.Tensor) -> str:
+        return type if name.startswith("blk.") and tensor.dim() == 2 else "F32"
+
+    gguf_files.write(file, "llama", gguf_files.llama_values(model.config), gguf_files.llama_tensors(model), of)
+
+    def loaded() -> Any:
+        with torch.device("meta"):
+            empty = model.__class__(copy.deepcopy(model.config))
+        return infuse.init_inference(empty, checkpoint=str(file), dtype="fp32")
+
+    loaded()
+    assert proofs
+    proofs.clear()
+    assert loaded().plan.receipts and not proofs
 
 
 def test_code_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
