@@ -12,10 +12,11 @@ from functools import partial
 from infuse import interrupts
 from infuse.apply.kinds import work_of
 from infuse.apply.mismatch import NOT_RUN
-from infuse.apply.receipts import Receipts, are_used
+from infuse.apply.receipts import Receipts
 from infuse.apply.recording import Cases
 from infuse.apply.trial import Trial
 from infuse.apply.unknown import together
+from infuse.cache_folder import are_used
 from infuse.device import Device
 from infuse.errors import ProofError
 from infuse.plan.candidates import Candidate, Candidates
@@ -25,7 +26,7 @@ from infuse.plan.packed import packed_paths
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
-from infuse.proof.identity import Identities
+from infuse.proof.identities import Identities
 from infuse.proof.in_place import find_callers, proven_alone
 from infuse.undisturbed import undisturbed
 
@@ -147,11 +148,12 @@ class Proofs:
 
     def _without_receipts(self, steps: list[Step]) -> list[Step]:
         """The steps to prove. Linears and experts are proven inside their callers, all of them or none."""
-        known = [step for step in steps if self.receipts.has(step)]
-        if not all(step in known for step in steps if step.is_called):
-            for step in (step for step in known if step.is_called):
-                self.receipts.forget(step)
-        return [step for step in steps if step.path not in self.receipts.found]
+        unknown = [step for step in steps if not self.receipts.has(step)]
+        if not any(step.is_called for step in unknown):
+            return unknown
+        for step in (step for step in steps if step.is_called):
+            self.receipts.forget(step)
+        return [step for step in steps if step.is_called or step in unknown]
 
     def _mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
         """Return why any rank refuses the step; None if it is proven on all. `cases`: a reason if there are none."""

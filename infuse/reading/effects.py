@@ -87,7 +87,7 @@ def _constants(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def containers(layer: nn.Module) -> dict[str, Any]:
     """Lists, dicts, sets, and what counts on, of the layer's files, or around its functions, that its code names."""
     named = [(name, function.__globals__.get(name)) for function in _reached(layer) for name in _names(function)]
-    named += [pair for function in _reached(layer) for pair in enclosed(function)]
+    named += [pair for function in _reached(layer) for pair in _enclosed(function)]
     return {name: value for name, value in named if isinstance(value, (*_HOLD, Iterator)) and not callable(value)}
 
 
@@ -122,11 +122,11 @@ def _called(cls: type, function: FunctionType) -> list[FunctionType]:
         methods = _functions(getattr(cls, name, None)) if not hasattr(nn.Module, name) else []
         own = [each for each in _functions(function.__globals__.get(name)) if each.__module__ == function.__module__]
         found += [*methods, *own]
-    inside = [one for _, value in enclosed(function) for one in _functions(value)]
+    inside = [one for _, value in _enclosed(function) for one in _functions(value)]
     return found + [one for one in inside if one.__module__ == function.__module__]
 
 
-def enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Names that a function has from the one around it, with their values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a name that is bound later

@@ -1,8 +1,10 @@
-"""Kinds of layers: each is read once in a process, however many layers and models have it."""
+"""Kinds of layers: each is read once on a machine, however many layers, models and processes have it."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 
 from infuse.architectures.layer import Bound
 from infuse.authors import package_of
+from infuse.cache_folder import READINGS, are_used
 from infuse.errors import SpecMismatch
+from infuse.identity import Code, Unknown, digest, of_infuse, of_machine
 from infuse.reading.calls import LayerCall, attention_function
 from infuse.reading.effects import code_of, containers
 from infuse.reading.read import read
@@ -48,14 +52,31 @@ class Kind:
         return isinstance(other, Kind) and self._key == other._key
 
     def read(self) -> Bound | SpecMismatch:
-        """Read the layer, and let go of it."""
+        """Read the layer, or take what an earlier process read, and let go of it."""
         assert self._read is not None
         layer, calls = self._read
         self._read = None
+        identity = self._identity()
+        if identity is not None and (kept := READINGS.read(identity)) is not None:
+            return pickle.loads(kept)
+        found: Bound | SpecMismatch
         try:
-            return read(layer, calls)
+            found = read(layer, calls)
         except SpecMismatch as mismatch:
-            return mismatch
+            found = mismatch
+        if identity is not None:
+            with suppress(pickle.PicklingError, AttributeError, TypeError):
+                READINGS.write(identity, pickle.dumps(found))
+        return found
+
+    def _identity(self) -> str | None:
+        """That of the reading in all processes; None if something in its key has none, or none are kept."""
+        if not are_used():
+            return None
+        try:
+            return digest("reading", of_infuse(), of_machine(torch.device("cpu")), Code()(self._key))
+        except (Unknown, RecursionError):
+            return None
 
 
 @lru_cache(maxsize=512)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infuse
+from infuse import cache_folder, identity
 from infuse.apply import prove as proving
-from infuse.apply import receipts
-from infuse.apply.receipts import Receipt
-from infuse.proof import compare, identity
+from infuse.cache_folder import READINGS, RECEIPTS
+from infuse.proof import compare, identities
+from infuse.reading import kind
 from tests.models.families import BY_NAME
 from tests.support import gguf_files, quantized_files
 from tests.support.commands import run
@@ -32,7 +32,7 @@ REASON = "made up: it differs"
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("INFUSE_RECEIPTS", "1")
     monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / receipts.FOLDER
+    return tmp_path / "cache" / RECEIPTS.name
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def another_variable(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def our_code(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(identity, "of_infuse", lambda: "other code")
+    patch.setattr(identities, "of_infuse", lambda: "other code")
 
 
 def another_attention(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_what_fails_gets_no_receipt(monkeypatch: pytest.MonkeyPatch, proofs: lis
     with monkeypatch.context() as failing:
         failing.setattr(compare, "attempted", lambda prove: REASON)
         assert REASON in str(replaced(made()).plan)
-    assert not list(folder.glob("*.json"))
+    assert not folder.exists()
     proofs.clear()
     replaced(made())
     assert proofs
@@ -228,10 +228,13 @@ def test_linears_are_proven_together(proofs: list[str], folder: Path) -> None:
     assert set(proofs) == called and sorted(folder.iterdir()) == files
 
 
+IDENTITY, CONTENT = "ab" * 32, b"2026-11-30\n"
+
+
 def kept(folder: Path) -> Path:
-    receipts.write(Receipt("ab" * 32, "2026-11-30"))
+    RECEIPTS.write(IDENTITY, CONTENT)
     (file,) = folder.iterdir()
-    assert receipts.read("ab" * 32) == Receipt("ab" * 32, "2026-11-30")
+    assert RECEIPTS.read(IDENTITY) == CONTENT
     return file
 
 
@@ -241,30 +244,30 @@ def test_a_changed_receipt_is_none(folder: Path) -> None:
     for place in range(len(content)):
         for changed in (bytes([content[place] ^ 1]), b""):
             file.write_bytes(content[:place] + changed + content[place + 1 :])
-            assert receipts.read("ab" * 32) is None, place
+            assert RECEIPTS.read(IDENTITY) is None, place
         file.write_bytes(content[:place])
-        assert receipts.read("ab" * 32) is None, place
-    for other in (b"", b"\xff\xfe", b"[]", b"null", b"{}", content * 2, json.dumps({"identity": 3}).encode()):
+        assert RECEIPTS.read(IDENTITY) is None, place
+    for other in (b"", b"\xff\xfe", content * 2, content + b"\n"):
         file.write_bytes(other)
-        assert receipts.read("ab" * 32) is None
+        assert RECEIPTS.read(IDENTITY) is None
     file.unlink()
     file.mkdir()
-    assert receipts.read("ab" * 32) is None
+    assert RECEIPTS.read(IDENTITY) is None
 
 
 def test_a_receipt_of_another_proof_is_none(folder: Path) -> None:
     """Also where the names of their files are the same."""
     kept(folder)
-    assert receipts.read("ab" * 31 + "cd") is None
+    assert RECEIPTS.read("ab" * 31 + "cd") is None
 
 
 def test_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receipts, "MOST", 3)
+    monkeypatch.setattr(cache_folder, "MOST", 3)
     for number in range(6):
-        receipts.write(Receipt(f"{number}" * 64, "2026-11-30"))
-    assert receipts.count() == len(list(folder.iterdir())) == 3
-    assert receipts.read("5" * 64) is not None
-    assert receipts.clear() == 3 and receipts.count() == 0
+        RECEIPTS.write(f"{number}" * 64, CONTENT)
+    assert RECEIPTS.count() == len(list(folder.iterdir())) == 3
+    assert RECEIPTS.read("5" * 64) == CONTENT
+    assert RECEIPTS.clear() == 3 and RECEIPTS.count() == 0
 
 
 @pytest.mark.parametrize("kind", ["a file", "a folder that is a file"])
@@ -276,7 +279,7 @@ def test_a_folder_that_takes_none_costs_nothing_but_proofs(
         root.write_text("")
     else:
         root.mkdir()
-        (root / receipts.FOLDER).write_text("")
+        (root / RECEIPTS.name).write_text("")
     monkeypatch.setenv("INFUSE_CACHE_DIR", str(root))
     for _ in range(2):
         proofs.clear()
@@ -285,10 +288,13 @@ def test_a_folder_that_takes_none_costs_nothing_but_proofs(
 
 
 def test_the_command_line_counts_and_removes_them(folder: Path) -> None:
-    kept(folder)
-    assert "receipts of proofs" in run("env")[0] and " 1; infuse clear-cache removes them" in run("env")[0]
-    assert run("clear-cache")[0] == "1 receipts removed\n"
-    assert not list(folder.iterdir())
+    kind.read_once.cache_clear()
+    replaced(made("qwen2"))
+    receipts, readings = RECEIPTS.count(), READINGS.count()
+    assert receipts and readings
+    assert f"{receipts} receipts of proofs, {readings} readings" in run("env")[0].replace("\n", " ")
+    assert run("clear-cache")[0] == f"{receipts} receipts and {readings} readings removed\n"
+    assert not list(folder.iterdir()) and not READINGS.count()
 
 
 @pytest.mark.parametrize("quant", [None, "int8:16"])
@@ -364,12 +370,19 @@ def test_code_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         file.write_bytes(b"content")
     monkeypatch.setattr(identity, "_ROOT", tmp_path)
     monkeypatch.setattr("infuse.native.library", lambda: files[2])
-    found = {identity.of_infuse()}
+
+    def of_infuse() -> str:
+        identity._of_code.cache_clear()
+        identity._of_file.cache_clear()
+        return identity.of_infuse()
+
+    found = {of_infuse()}
     for file in files:
         file.write_bytes(b"contens")
-        found.add(identity.of_infuse())
+        found.add(of_infuse())
     files[0].rename(tmp_path / "c.py")
-    found.add(identity.of_infuse())
+    found.add(of_infuse())
+    identity._of_code.cache_clear()
     assert len(found) == 5
 
 
@@ -393,6 +406,37 @@ def test_identities_are_the_same_in_all_processes(monkeypatch: pytest.MonkeyPatc
 class Node:
     def __init__(self) -> None:
         self.next: Any = self
+
+
+def test_layers_are_read_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time, in a process that has read none, the reading of the first counts."""
+    for name in ("qwen2", "gptj"):
+        kind.read_once.cache_clear()
+        first = str(replaced(made(name)).plan)
+        kind.read_once.cache_clear()
+        with monkeypatch.context() as unread:
+            unread.setattr(kind, "read", None)
+            second = str(replaced(made(name)).plan)
+        assert [line for line in second.splitlines() if "proven  before" not in line] == first.splitlines()
+    assert READINGS.count() >= 2
+
+
+def test_a_changed_layer_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(made("qwen2"))
+    kind.read_once.cache_clear()
+    seen = list[nn.Module]()
+
+    def read(layer: nn.Module, calls: Any) -> Any:
+        seen.append(layer)
+        return reading(layer, calls)
+
+    reading = kind.read
+    monkeypatch.setattr(kind, "read", read)
+    model = made("qwen2")
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon *= 2
+    replaced(model)
+    assert seen
 
 
 def test_values_without_a_text() -> None:

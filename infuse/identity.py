@@ -1,8 +1,6 @@
-"""The identity of a proof: a digest of everything that its result depends on.
+"""Texts and digests of values, of the code of functions and classes, of infuse itself and of the machine.
 
-That is our code and kernels, the code of the model's classes, its config and attributes, the plan, the versions and the
-machine, and the values of the module that is proven. What no text tells apart from others has no identity, and its
-proof runs each time.
+Equal in all processes where the same would run. A value that no text tells apart from others is Unknown.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import metadata
@@ -25,17 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from infuse import native
-from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.modes import is_plain
-from infuse.plan.digest import digest_of
-from infuse.plan.found import traits
-from infuse.plan.plan import Plan
-from infuse.plan.step import Step
-from infuse.reading.calls import attention_function
-from infuse.reading.effects import enclosed
-from infuse.weights.lazy import Lookup
-from infuse.weights.loader import LayerSource
 
 crc32: Callable[..., int] = zlib.crc32
 if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64"):
@@ -43,74 +33,15 @@ if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64"):
 
     crc32 = isal_zlib.crc32  # ten times as fast
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(Ellipsis),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    Enum,
-)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_PLAIN = (*_NUMBERS, Enum, torch.dtype, torch.device, torch.Size)
 _OF_CLASSES = frozenset({"__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "_abc_impl"})
-_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 _NOT_ASKED = frozenset({"INFUSE_CACHE_DIR", "INFUSE_RECEIPTS", "INFUSE_LAUNCHED"})  # of our variables
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parent
 
 
 class Unknown(Exception):
     """A value that may differ where its text does not."""
-
-
-class Identities:
-    """Identities of the proofs of one plan's steps. Each asks the model as it is at that moment."""
-
-    def __init__(self, plan: Plan, model: nn.Module, config: InferenceConfig, source: LayerSource):
-        self._model, self._source = model, source
-        self._code = Code()
-        settings = (plan.digest(), str(plan.dtype), config.verify, config.kv_cache, source.is_live)
-        self._around = _digest(_of_machine(source.device), of_infuse(), settings, self._of_model())
-
-    def of(self, step: Step) -> str:
-        """The identity of a step's proof, 64 hexadecimal digits. Unknown names what has none."""
-        module = self._model.get_submodule(step.path)
-        inside = [self._attributes(inner) for inner in module.modules()]
-        alike = self._code(traits(self._model, step.path, is_called=step.is_called))
-        values = list(self._values(step.path, module))
-        return _digest(self._around, step.path, digest_of(step.likeness), alike, inside, values)
-
-    def _of_model(self) -> tuple:
-        """All modules with their classes and those of their attributes that have a text; configs; attention."""
-        model: Any = self._model
-        modules = [(path, type(module).__qualname__) for path, module in model.named_modules()]
-        classes = [self._code.of_class(cls) for cls in dict.fromkeys(type(module) for module in model.modules())]
-        attributes = [self._attributes(module, lenient=True) for module in model.modules()]
-        configs = {id(one): one for one in (vars(module).get("config") for module in model.modules())}
-        attention = [attention_function(config) for config in configs.values()]
-        return (
-            modules,
-            classes,
-            attributes,
-            [self._code(config) for config in configs.values()],
-            self._code(attention),
-        )
-
-    def _attributes(self, module: nn.Module, lenient: bool = False) -> list[tuple[str, Any]]:
-        named = ((name, value) for name, value in sorted(vars(module).items()) if name not in _OF_MODULES)
-        return [(name, self._code.or_class(value) if lenient else self._code(value)) for name, value in named]
-
-    def _values(self, path: str, module: nn.Module) -> Iterator[tuple]:
-        """Shapes, dtypes and checksums of all tensors of a module: of its own, or of the checkpoint's."""
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not self._source.is_live and tensor.is_meta:
-                yield name, *_of_stored(self._source.tensors(path), name)
-            else:
-                yield name, *_checksum(tensor)
 
 
 class Code:
@@ -133,7 +64,7 @@ class Code:
         if isinstance(value, Mapping) and not hasattr(value, "to_dict"):
             return type(value).__name__, [(self(name), self(inner)) for name, inner in value.items()]
         if isinstance(value, Tensor):
-            return "tensor", *_checksum(value)
+            return "tensor", *checksum(value)
         if isinstance(value, CodeType):
             return self._of_code(value)
         if isinstance(value, functools.partial):
@@ -182,7 +113,7 @@ class Code:
             return f"{_module_of(function)}.{function.__qualname__}"
         if function not in self._known:
             self._known[function] = function.__qualname__  # where it calls itself
-            inside = [(name, self.or_class(value)) for name, value in enclosed(function)]
+            inside = [(name, self.or_class(value)) for name, value in _enclosed(function)]
             defaults = self.or_class(function.__defaults__), self.or_class(function.__kwdefaults__)
             named = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
             around = [(name, self.or_class(value)) for name, value in named if not isinstance(value, ModuleType)]
@@ -195,17 +126,26 @@ class Code:
 
 
 def of_infuse() -> str:
-    """Digest of our own code, as it lies on the disk, and of the kernels."""
-    digest = hashlib.sha256()
-    for path in sorted(_ROOT.rglob("*.py")):
-        digest.update(f"{path.relative_to(_ROOT)} {path.stat().st_size} ".encode())
-        digest.update(path.read_bytes())
+    """Digest of our own code, as it lay on the disk at the first call, and of the kernels."""
     library = native.library()
-    digest.update(str(None if library is None else crc32(library.read_bytes())).encode())
-    return digest.hexdigest()
+    return digest(_of_code(), None if library is None else _of_file(library))
 
 
-def _of_machine(device: torch.device) -> tuple:
+@functools.cache
+def _of_code() -> str:
+    found = hashlib.sha256()
+    for path in sorted(_ROOT.rglob("*.py")):
+        found.update(f"{path.relative_to(_ROOT)} {path.stat().st_size} ".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+@functools.cache
+def _of_file(path: Path) -> int:
+    return crc32(path.read_bytes())
+
+
+def of_machine(device: torch.device) -> tuple:
     """Versions, the processor, and settings that change numbers."""
     found = Device.of(device)
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("INFUSE_"))
@@ -221,7 +161,7 @@ def _of_machine(device: torch.device) -> tuple:
     )
 
 
-def _checksum(tensor: Tensor) -> tuple:
+def checksum(tensor: Tensor) -> tuple:
     """Shape, dtype and CRC-32 of a tensor's values."""
     if type(tensor) not in (Tensor, nn.Parameter) or not is_plain(tensor):
         raise Unknown(f"a tensor of {type(tensor).__name__}, or without values")
@@ -229,21 +169,15 @@ def _checksum(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), str(tensor.dtype), crc32(values.numpy())
 
 
-def _of_stored(tensors: Lookup, name: str) -> tuple:
-    """The same of a tensor of a checkpoint, in the form in which it is stored."""
-    try:
-        tensor = tensors(name)
-    except KeyError:
-        raise Unknown(f"{name}, which the checkpoint has not under this name") from None
-    if tensor.coded is None:
-        return _checksum(tensor.read())
-    coded = tensor.coded
-    order = None if coded.order is None else coded.order.digest
-    return coded.format, order, [(name, *_checksum(buffer.read())) for name, buffer in sorted(coded.buffers.items())]
-
-
-def _digest(*values: Any) -> str:
+def digest(*values: Any) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names that a function has from the one around it, with their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a name that is bound later
+            yield name, cell.cell_contents
 
 
 def _is_around(module: str) -> bool:

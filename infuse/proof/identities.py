@@ -1,0 +1,83 @@
+"""The identity of a proof: a digest of everything that its result depends on.
+
+That is our code and kernels, the code of the model's classes, its config and attributes, the plan, the versions and the
+machine, and the values of the module that is proven. A proof without an identity runs each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from infuse.config.inference import InferenceConfig
+from infuse.identity import Code, Unknown, checksum, digest, of_infuse, of_machine
+from infuse.plan.digest import digest_of
+from infuse.plan.found import traits
+from infuse.plan.plan import Plan
+from infuse.plan.step import Step
+from infuse.reading.calls import attention_function
+from infuse.weights.lazy import Lookup
+from infuse.weights.loader import LayerSource
+
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+class Identities:
+    """Identities of the proofs of one plan's steps. Each asks the model as it is at that moment."""
+
+    def __init__(self, plan: Plan, model: nn.Module, config: InferenceConfig, source: LayerSource):
+        self._model, self._source = model, source
+        self._code = Code()
+        settings = (plan.digest(), str(plan.dtype), config.verify, config.kv_cache, source.is_live)
+        self._around = digest(of_machine(source.device), of_infuse(), settings, self._of_model())
+
+    def of(self, step: Step) -> str:
+        """The identity of a step's proof, 64 hexadecimal digits. Unknown names what has none."""
+        module = self._model.get_submodule(step.path)
+        inside = [self._attributes(inner) for inner in module.modules()]
+        alike = self._code(traits(self._model, step.path, is_called=step.is_called))
+        values = list(self._values(step.path, module))
+        return digest(self._around, step.path, digest_of(step.likeness), alike, inside, values)
+
+    def _of_model(self) -> tuple:
+        """All modules with their classes and those of their attributes that have a text; configs; attention."""
+        model: Any = self._model
+        modules = [(path, type(module).__qualname__) for path, module in model.named_modules()]
+        classes = [self._code.of_class(cls) for cls in dict.fromkeys(type(module) for module in model.modules())]
+        attributes = [self._attributes(module, lenient=True) for module in model.modules()]
+        configs = {id(one): one for one in (vars(module).get("config") for module in model.modules())}
+        attention = [attention_function(config) for config in configs.values()]
+        return (
+            modules,
+            classes,
+            attributes,
+            [self._code(config) for config in configs.values()],
+            self._code(attention),
+        )
+
+    def _attributes(self, module: nn.Module, lenient: bool = False) -> list[tuple[str, Any]]:
+        named = ((name, value) for name, value in sorted(vars(module).items()) if name not in _OF_MODULES)
+        return [(name, self._code.or_class(value) if lenient else self._code(value)) for name, value in named]
+
+    def _values(self, path: str, module: nn.Module) -> Iterator[tuple]:
+        """Shapes, dtypes and checksums of all tensors of a module: of its own, or of the checkpoint's."""
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not self._source.is_live and tensor.is_meta:
+                yield name, *_of_stored(self._source.tensors(path), name)
+            else:
+                yield name, *checksum(tensor)
+
+
+def _of_stored(tensors: Lookup, name: str) -> tuple:
+    """The same of a tensor of a checkpoint, in the form in which it is stored."""
+    try:
+        tensor = tensors(name)
+    except KeyError:
+        raise Unknown(f"{name}, which the checkpoint has not under this name") from None
+    if tensor.coded is None:
+        return checksum(tensor.read())
+    coded = tensor.coded
+    order = None if coded.order is None else coded.order.digest
+    return coded.format, order, [(name, *checksum(buffer.read())) for name, buffer in sorted(coded.buffers.items())]
