@@ -350,7 +350,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "llama-dynamic", "llama-longrope"])
 def test_concurrent_calls_equal_those_one_after_another(name: str) -> None:
     original, engine = BY_NAME[name].make(), injected(BY_NAME[name].make())
     prompts = [ids(1, 7), ids(3, 4, seed=2), ids(2, 12, seed=3)]
@@ -365,6 +365,22 @@ def test_concurrent_calls_equal_those_one_after_another(name: str) -> None:
         assert_close(answer, logits(original, prompts[1]))
     for state in found[4]:
         assert_close(state, original(prompts[0], output_hidden_states=True).hidden_states[1].detach())
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope"])
+def test_only_calls_beyond_the_trained_length_change_what_others_meet(name: str) -> None:
+    """The exception that docs/with-other-libraries.md names: frequencies on the model, in the original too."""
+    original, engine = BY_NAME[name].make(), injected(BY_NAME[name].make())
+    trained = original.config.rope_parameters.get("original_max_position_embeddings")
+    trained = trained or original.config.max_position_embeddings
+    for model in (original, engine.module):
+        frequencies = model.model.rotary_emb.inv_freq.clone()
+        model(ids(1, trained))
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+        model(ids(1, trained + 1))
+        assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert torch.equal(engine.module.model.rotary_emb.inv_freq, original.model.rotary_emb.inv_freq)
+    assert_close(logits(engine, ids(2, 7)), logits(original, ids(2, 7)))
 
 
 # ---- config that lies ----
