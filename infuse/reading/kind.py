@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from infuse.architectures.layer import Bound
 from infuse.authors import package_of
 from infuse.cache_folder import READINGS, are_used
-from infuse.errors import SpecMismatch
+from infuse.errors import SpecMismatch, in_brief
 from infuse.identity import Code, Unknown, digest, of_infuse, of_machine
+from infuse.logs import log
 from infuse.reading.calls import LayerCall, attention_function
 from infuse.reading.effects import code_of, containers
 from infuse.reading.read import read
@@ -64,6 +65,9 @@ class Kind:
             found = read(layer, calls)
         except SpecMismatch as mismatch:
             found = mismatch
+        except Exception as error:  # no layer that we cannot read keeps a model from running
+            log.warning("reading %s failed", type(layer).__name__, exc_info=True)
+            return SpecMismatch(type(layer).__name__, [f"cannot be read: {in_brief(error)}"])
         if identity is not None:
             with suppress(pickle.PicklingError, AttributeError, TypeError):
                 READINGS.write(identity, pickle.dumps(found))

@@ -139,6 +139,8 @@ class _Called:
         tokens = call.hidden.shape[1]
         masks = [tensor for tensor in tensors if tensor.dim() == 4]
         past = (masks[0].shape[-1] - tokens if masks else call.past) if call.past is not None else None
+        if past is not None and past < 0:
+            raise SpecMismatch(_name(layer), ["gets a mask of fewer tokens than there are"])
         if self._caches:
             names.append(PAST)
             tensors.append(call.hidden.new_empty(past if past is not None else call.past or 0))

@@ -47,6 +47,22 @@ def test_partial_functions_are_compared_by_what_they_call() -> None:
     assert kind(partial(gelu)) != kind(partial(silu)) and kind(partial(gelu)) != kind(gelu)
 
 
+def test_a_reading_that_raises_leaves_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the layer is, and whoever is to blame: the model runs, and the plan says why."""
+
+    def fails(layer: nn.Module, calls: Any) -> Any:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr("infuse.reading.kind.read", fails)
+    read_once.cache_clear()
+    try:
+        model = infuse.init_inference(BY_NAME["qwen2"].make(), dtype="fp32")
+    finally:
+        read_once.cache_clear()
+    assert "cannot be read: ZeroDivisionError: made up" in str(model.plan)
+    assert not any(step.depth == "block" for step in model.plan.steps)
+
+
 TABLE = [1.0]
 
 

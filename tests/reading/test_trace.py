@@ -197,6 +197,13 @@ def test_a_size_that_few_tokens_have_not_is_named() -> None:
         traced(InWindows(), call())
 
 
+def test_a_mask_of_other_tokens_is_named() -> None:
+    """As BLT's layers get, which mix patches beside a cache of bytes."""
+    hidden, mask = torch.empty(2, 16, WIDTH, device="meta"), torch.empty(2, 1, 16, 1, device="meta")
+    with pytest.raises(SpecMismatch, match="gets a mask of fewer tokens than there are"):
+        traced(Layer(), LayerCall("bytes", hidden, {"attention_mask": mask}, past=3, sizes_vary=True))
+
+
 @pytest.mark.parametrize("varies", [True, False])
 def test_what_returns_other_sizes_is_no_layer(varies: bool) -> None:
     hidden = torch.empty(1, 24, WIDTH, device="meta")
