@@ -4,8 +4,10 @@ not depend on what ran before.
 
 import gc
 import os
+import random
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +19,12 @@ os.environ.setdefault(
     "OMP_WAIT_POLICY", "passive"
 )  # of processes that share the cores, none is to wait for its threads by computing
 
+import numpy
 import pytest
 import torch
 
+from tests.support.gate import taken
+from tests.support.leftovers import found_and_put_back
 from tests.support.ranks import Ranks
 
 TESTS = Path(__file__).parent
@@ -33,13 +38,20 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--variants", action="store_true", help="Run also the tests marked `variants`.")
+    parser.addoption("--full", action="store_true", help="Run all tests, not only those of the fast gate.")
+    parser.addoption("--rest", action="store_true", help="Run the tests that the fast gate leaves out, and no others.")
+    parser.addoption("--variants", action="store_true", help="Take in the tests marked `variants`.")
+    parser.addoption("--order", metavar="SEED", help="Run in random order: modules, and within each its tests.")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first, then what is slow: the last to end decides when processes that share the tests are done."""
-    if not config.getoption("--variants"):
-        items[:] = [item for item in items if item.get_closest_marker("variants") is None]
+    kept = taken(items, config)
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+    if (seed := config.getoption("--order")) is not None:
+        shuffle(items, seed)
+        return
 
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("slow") is None:
@@ -48,6 +60,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return LONGEST.index(path) if path in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Modules stay together: what they share is made once for each of them."""
+    by_module: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        by_module.setdefault(item.path, []).append(item)
+    modules, order = list(by_module.values()), random.Random(seed)
+    order.shuffle(modules)
+    for module in modules:
+        order.shuffle(module)
+    items[:] = [item for module in modules for item in module]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the skipped tests by reason."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:6}  {reason}")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -100,7 +134,18 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def nothing_left() -> Iterator[None]:
+    """Fail a test that leaves changed what those after it share. It is put back, so that no other test fails, too."""
+    with found_and_put_back() as changes:
+        yield
+    if changes:
+        pytest.fail("the test leaves changed: " + "; ".join(changes), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def seeded(nothing_left: None) -> None:
+    random.seed(0)
+    numpy.random.seed(0)
     torch.manual_seed(0)
 
 

@@ -122,6 +122,8 @@ MORE = [
 RELATIVES = frozenset({"plbart", "marian", "blenderbot-small", "pegasus", "blenderbot", "mt5", "seamless-v2"})
 ENCODER_DECODERS = [*TEXTS, *T5, *MIXTURES, *SPEECH, *MORE]
 BY_NAME = {family.name: family for family in ENCODER_DECODERS}
+# The families of the fast gate (tests/support/gate.py): each kind of encoder, decoder and position.
+COVERING = frozenset({"bart", "t5", "whisper", "switch-dropping", "moonshine", "trocr", "t5gemma2"})
 
 
 def made(family: Family, seed: int = 0, **changes: Any) -> torch.nn.Module:
