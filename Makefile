@@ -9,11 +9,12 @@ MAKEFLAGS += -j2 # pip installs the tools on one core, and mypy reads, while the
 # Images often set it. The tests start many processes; each would compile the package and the tests anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test lint dev bench wheel sanitize clean
+.PHONY: help demo test test-full test-rest lint dev bench wheel sanitize clean
 
 help:
 	@echo "make demo    set up $(VENV), install infuse, complete a prompt before and after injection"
-	@echo "make test    the same with the development tools, then the whole test suite"
+	@echo "make test    the same with the development tools, then the fast gate of the tests (8 minutes on two cores)"
+	@echo "make test-full  all tests (30 minutes on two cores); make test-rest: those that make test leaves out"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the probes of this machine, the ops of bench/ops.py, then the models of bench/models.py"
 	@echo "make wheel   one wheel in dist/ for every Python and every PyTorch >= 2.10; needs a C++20 compiler here, none where it is used"
@@ -26,8 +27,15 @@ help:
 demo: $(VENV)/.infuse
 	$(PY) examples/demo.py
 
+PYTEST = $(PY) -m pytest -n auto --dist worksteal
 test: dev
-	$(PY) -m pytest -n auto --dist worksteal
+	$(PYTEST)
+
+test-full: dev
+	$(PYTEST) --full
+
+test-rest: dev
+	$(PYTEST) --rest
 
 lint: $(VENV)/.tools
 	$(PY) -m ruff check .
@@ -68,7 +76,7 @@ sanitize: dev
 	test -f build/sanitize/infuse/native/_kernels.so
 	cd build/sanitize && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=. \
-	  $(abspath $(PY)) -m pytest --ignore=tests/ops/cpu/test_amx_emulator.py tests/ops/test_ops.py tests/ops/cpu tests/profile/test_probe.py tests/layers/test_one_call.py tests/layers/test_moe_one_call.py tests/layers/test_encoder_call.py
+	  $(abspath $(PY)) -m pytest --full --ignore=tests/ops/cpu/test_amx_emulator.py tests/ops/test_ops.py tests/ops/cpu tests/profile/test_probe.py tests/layers/test_one_call.py tests/layers/test_moe_one_call.py tests/layers/test_encoder_call.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

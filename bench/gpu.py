@@ -166,6 +166,7 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
         sys.executable,
         "-m",
         "pytest",
+        "--full",
         "-q",
         "-m",
         "gpu",

@@ -83,6 +83,7 @@ def set_on_the_instance(model: Any, name: str, seen: Counter[str], patch: pytest
 CHANGES = [overridden, patched, patched_on_the_class, set_on_the_instance]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("name", [*LOOP, "_assisted_decoding", "_get_candidate_generator"])
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
@@ -427,6 +428,7 @@ for code in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_generate_wrapped_before_infuse_is_imported() -> None:
     wraps = ((wrap, self) for wrap in ("", "functools.wraps(own)") for self in ("", "self, "))
     codes = [WRAP.format(wrap=wrap, self=self) for wrap, self in wraps]

@@ -139,7 +139,8 @@ def blocks(engine: infuse.InferenceEngine) -> list[Step]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_layer_is_a_block(name: str) -> None:
-    model, engine = pair(name)
+    """And each is proven."""
+    model, engine = original(name), injected(BY_NAME[name].make(), verify="sample")
     steps = blocks(engine)
     assert len(steps) == layers_of(model) > 0
     assert all(isinstance(engine.module.get_submodule(step.path), Block) for step in steps)

@@ -69,6 +69,7 @@ def end(process: subprocess.Popen) -> tuple[str, str]:
 USE = "from infuse import native; assert 'site' in native.__file__, cpu.__file__; print(native.isa())"
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_once(compiler: Path, installed: Path) -> None:
     """Where there is a library that does not load, as a wheel's on a system that is older than it."""
     (installed / "infuse/native/_kernels.so").write_bytes(b"no library")

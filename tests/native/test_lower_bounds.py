@@ -21,5 +21,5 @@ def test_every_dependency_has_a_lower_bound() -> None:
 def test_the_oldest_versions_work(request: pytest.FixtureRequest) -> None:
     """All at once, with what they need; PyTorch is this environment's: of its oldest there is no small build."""
     folder = installed(request.config, *map(requirement, PYTHON_PACKAGES), dependencies=True)
-    said = run_with(folder, "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/native/oldest_cases.py")
+    said = run_with(folder, "-m", "pytest", "--full", "-x", "-p", "no:cacheprovider", "tests/native/oldest_cases.py")
     assert " passed" in said and "skipped" not in said, said

@@ -30,17 +30,30 @@ def taken(items: Sequence[pytest.Item], config: pytest.Config) -> list[pytest.It
 
 
 def left_by_the_gate(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    left_out = {item for item in items if item.get_closest_marker("slow") or not _is_sampled(item)}
+    """What the gate leaves out: of each test that is not slow, it takes one case at least."""
     known = _names_of_families()
-    by_test: dict[str, dict[pytest.Item, str]] = defaultdict(dict)
+    by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if name := _family(item, known):
-            by_test[item.nodeid.partition("[")[0]][item] = name
-    for test, families in by_test.items():
-        if len(set(families.values())) > FEW:
-            file = test.partition("::")[0]  # of a family, all tests of a file or none: they share its models
-            left_out |= {item for item, name in families.items() if not (known[name] or _is_one_in(EVERY, file, name))}
+        by_test[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in by_test.values():
+        quick = [item for item in cases if item.get_closest_marker("slow") is None]
+        kept = [item for item in _of_covering_families(quick, known) if _is_sampled(item)] or quick[:1]
+        left_out |= {*cases} - {*kept}
     return left_out
+
+
+def _of_covering_families(cases: list[pytest.Item], known: dict[str, bool]) -> list[pytest.Item]:
+    """The cases of one test without those of families that others stand for."""
+    families = {item: _family(item, known) for item in cases}
+    if len({*families.values()} - {None}) <= FEW:
+        return cases
+    return [item for item, name in families.items() if name is None or known[name] or _is_drawn(item, name)]
+
+
+def _is_drawn(item: pytest.Item, family: str) -> bool:
+    """Whether the item's file takes the family: all its tests do, or none, since they share the family's models."""
+    return _is_one_in(EVERY, item.nodeid.partition("::")[0], family)
 
 
 def _is_sampled(item: pytest.Item) -> bool:

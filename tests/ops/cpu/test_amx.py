@@ -54,7 +54,9 @@ runs = pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="the proce
 def test_encoders_go_in_one_call_over_our_tiles() -> None:
     """PyTorch's own products are preferred with AMX, so test_encoder_call.py has to ask for ours."""
     file = str(Path(__file__).parents[2] / "layers" / "test_encoder_call.py")
-    code, out, err = run_at_level(f"{LEVEL}!", "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", file)
+    code, out, err = run_at_level(
+        f"{LEVEL}!", "-m", "pytest", "--full", "-p", "no:xdist", "-p", "no:cacheprovider", file
+    )
     assert code == 0 and "passed" in out and "skipped" not in out, out[-3000:] + err[-3000:]
 
 

@@ -32,4 +32,4 @@ def test_every_instruction_set(level: str) -> None:
 if __name__ == "__main__":
     for name in FILES:
         runpy.run_path(str(HERE / f"test_{name}.py"), run_name="__main__")
-    sys.exit(pytest.main([*CASES, "-k", "cpu and not threads and not split", "-p", "no:cacheprovider"]))
+    sys.exit(pytest.main([*CASES, "--full", "-k", "cpu and not threads and not split", "-p", "no:cacheprovider"]))

@@ -43,7 +43,7 @@ def no_interpreter() -> str:
 @pytest.mark.slow
 def test_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     paths = [str(HERE / file) for file in ("cases.py", "blocks.py", "steps.py")]
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *paths]
+    command = [sys.executable, "-m", "pytest", "--full", "-x", "-p", "no:cacheprovider", *paths]
     if request.config.getoption("--variants"):
         command.append("--variants")
     environment = os.environ | {
