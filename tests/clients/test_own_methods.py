@@ -36,7 +36,7 @@ DIRECT = dict(vocab_size=8192, tie_word_embeddings=False)
 def injected(model: nn.Module, **keys: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return infuse.init_inference(model, **{"dtype": "fp32", "progress": False, **keys})
+        return infuse.init_inference(model, **{"dtype": "fp32", "verify": "off", "progress": False, **keys})
 
 
 def answer(model: Any, **mode: Any) -> Tensor:
@@ -178,6 +178,7 @@ def prepared(model: Any, seen: Counter[str], wraps: bool) -> Callable[..., Any]:
     return functools.wraps(own)(prepare) if wraps else prepare
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("place", ["subclass", "mixin", "instance"])
@@ -245,6 +246,7 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["subclass", "class", "class, wrapped", "called"])
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
