@@ -71,6 +71,7 @@ def places(model: nn.Module, original: nn.Module) -> list[str]:
     return [path for path in found.values() if not isinstance(there[path], nn.ModuleList)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.variants) if name == "sdxl.unet" else name for name in MODELS]
 )
@@ -94,6 +95,7 @@ def test_on_replaced_modules(name: str) -> None:
     assert acted > 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "change"),
     [
