@@ -167,6 +167,7 @@ def test_quantized_weights_stay_quantized_in_the_graph(quant: str) -> None:
     assert kept <= operations(recorded)
 
 
+@pytest.mark.slow
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
     for op in registered().values():

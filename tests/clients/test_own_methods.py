@@ -109,6 +109,7 @@ def test_a_method_of_the_loop_runs_as_often(
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_a_models_own_loop_makes_what_it_makes() -> None:
     """CSM's loop returns codes of a codec, depth by depth; GenerationMixin's would return ids."""
     config = t.CsmConfig(

@@ -201,6 +201,7 @@ def test_models_that_compare_the_name_keep_it() -> None:
     assert compares_names({modeling_mllama.MllamaTextSelfAttention, t.LlamaForCausalLM, t.BertModel}) is None
 
 
+@pytest.mark.slow
 def test_the_index_mask_of_minimax_m3_is_applied_beyond_its_budget() -> None:
     """transformers applies it under the names "eager" and "sdpa" only."""
     torch.manual_seed(0)

@@ -111,6 +111,7 @@ def test_ranks_share_the_state_spaces(ranks: Ranks) -> None:
     assert all(torch.equal(own, tokens) and count == 4 for _, own, count in found)
 
 
+@pytest.mark.slow
 def test_errors_in_bf16_are_at_most_twice_the_originals() -> None:
     """Aggregated over inputs: of one alone, they vary by more than the factor that is tested."""
     exact = ZAMBA2.make()

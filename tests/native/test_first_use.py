@@ -78,6 +78,7 @@ def test_processes_that_start_together_build_once(compiler: Path, installed: Pat
     assert sum("building the C++ kernels" in err for _, err in told) == 1 and links(compiler) == 1
 
 
+@pytest.mark.slow
 def test_neither_the_import_nor_env_builds(compiler: Path, installed: Path) -> None:
     out, err = end(
         start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse_cli.app import app; app()")

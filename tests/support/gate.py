@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 FEW = 10  # a test over no more families than these has chosen them for what they are: all of them run
-EVERY = 8  # of the families that cover nothing new, each test file takes one in so many
+EVERY = 16  # of the families that cover nothing new, each test file takes one in so many
 TABLES = ("tests.models.families", "tests.models.encoder_decoders")
 
 

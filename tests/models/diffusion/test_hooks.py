@@ -73,7 +73,12 @@ def places(model: nn.Module, original: nn.Module) -> list[str]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.variants) if name == "sdxl.unet" else name for name in MODELS]
+    "name",
+    [
+        pytest.param("sd15.unet", marks=pytest.mark.slow),
+        pytest.param("sdxl.unet", marks=pytest.mark.variants),
+        *(name for name in MODELS if name not in ("sd15.unet", "sdxl.unet")),
+    ],
 )
 def test_on_replaced_modules(name: str) -> None:
     original = model_of(name)
