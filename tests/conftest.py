@@ -23,7 +23,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support.gate import taken
+from tests.support.gate import Recorder, taken
 from tests.support.leftovers import found_and_put_back
 from tests.support.ranks import Ranks
 
@@ -41,7 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="Run all tests, not only those of the fast gate.")
     parser.addoption("--rest", action="store_true", help="Run the tests that the fast gate leaves out, and no others.")
     parser.addoption("--variants", action="store_true", help="Take in the tests marked `variants`.")
+    parser.addoption(
+        "--seconds", action="store_true", help="Record the times by which the fast gate chooses its cases."
+    )
     parser.addoption("--order", metavar="SEED", help="Run in random order: modules, and within each its tests.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seconds") and not hasattr(config, "workerinput"):  # of pytest-xdist's workers
+        config.pluginmanager.register(Recorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -92,7 +92,6 @@ def assert_restored(model: nn.Module, twin: nn.Module) -> None:
 # ---- everything is what it was ----
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("format", "settings"), FORMATS, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("name", (*FIVE, *INTERLEAVED, *STATES))
 def test_the_original_is_back(name: str, format: str, settings: dict[str, Any]) -> None:
@@ -220,7 +219,6 @@ def answer(name: str, **settings: Any) -> Callable[[Any], None]:
     return asked
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("format", "settings"), FORMATS, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("name", FIVE)
 def test_a_training_loop_with_answers_in_it_has_the_losses_of_one_without(

@@ -42,7 +42,6 @@ def in_both(wanted: nn.Module, engine: infuse.InferenceEngine, model: Any) -> It
                 yield module, part
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", less(RELATIVES, [family.name for family in FAMILIES]))
 def test_settings_are_those_of_the_original(name: str) -> None:
     engine, seen = unproven(name), 0

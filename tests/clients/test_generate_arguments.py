@@ -167,7 +167,6 @@ ASKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ASKED)
 def test_arguments(pair: tuple[Model, Model], name: str) -> None:
     results = []

@@ -78,7 +78,6 @@ def llama() -> Iterator[tuple[Any, Any]]:
     yield BY_NAME["llama"].make(), replaced("llama")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "room"), [("llama", ROOMY), *((name, TIGHT) for name in FAMILIES)])
 def test_tokens(name: str, room: dict[str, int]) -> None:
     original, engine = BY_NAME[name].make(), replaced(name)

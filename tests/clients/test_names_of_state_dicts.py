@@ -62,7 +62,6 @@ def clones(model: Any) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=["default", "not strict", "full", "full, on the CPU"])
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_distributed_reads_and_loads(name: str, options: StateDictOptions | None) -> None:

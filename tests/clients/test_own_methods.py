@@ -83,7 +83,6 @@ def set_on_the_instance(model: Any, name: str, seen: Counter[str], patch: pytest
 CHANGES = [overridden, patched, patched_on_the_class, set_on_the_instance]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("name", [*LOOP, "_assisted_decoding", "_get_candidate_generator"])
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
@@ -179,7 +178,6 @@ def prepared(model: Any, seen: Counter[str], wraps: bool) -> Callable[..., Any]:
     return functools.wraps(own)(prepare) if wraps else prepare
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("place", ["subclass", "mixin", "instance"])
@@ -247,7 +245,6 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["subclass", "class", "class, wrapped", "called"])
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)

@@ -70,7 +70,6 @@ def by_cloudpickle(value: Any) -> Any:
     return pickle.loads(cloudpickle.dumps(value))
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("name", "quant"), less(RELATIVES, CASES))
 def test_an_engine_comes_back(name: str, quant: str | None) -> None:
     engine = replaced(name, quant)

@@ -57,7 +57,6 @@ def by_storage(state: Mapping[str, Tensor]) -> list[list[str]]:
     return list(storages.values())
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> None:
     """Names in their order, shapes and bits; tied tensors share their memory as they did; every tensor is contiguous.
@@ -322,7 +321,6 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("quant", [None, "int8:16"])
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_models_whose_layers_stay_are_saved(name: str, quant: str | None, tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def replaced(request: pytest.FixtureRequest, original: SentenceTransformer) -> S
     return engine.module if request.param == "whole" else model
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("batch_size", "normalize"), [(1, True), (3, False), (32, True)])
 def test_sentences_of_unlike_lengths(
     original: SentenceTransformer, replaced: SentenceTransformer, batch_size: int, normalize: bool

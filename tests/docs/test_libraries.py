@@ -54,7 +54,6 @@ class Same:
         return self.module(*args, **kwargs)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("heading", examples(run=True))
 def test_the_example_runs_and_gives_what_the_original_gives(heading: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -80,7 +80,6 @@ def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     assert made == [True] * (2 * DIRECT - 1), "the second answer's first step is traced, but not made again"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", vision_language.MODELS)
 def test_models_of_pictures(name: str, made: list[bool]) -> None:
     """After text and after pictures, whose kinds of tokens and rows of positions go on, in padded rows, too."""
@@ -237,7 +236,6 @@ SEVERAL = ["llama", "gpt-oss", "qwen3-moe", "llama-dynamic", "granite", "deepsee
 SEVERAL += [*UNLIKE, *WITH_STATES]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
@@ -273,7 +271,6 @@ def test_a_token_whose_embedding_is_zero_tells_no_factor(name: str, made: list[b
     assert torch.equal(engine.generate(prompt, max_new_tokens=NEW, do_sample=False), wanted)
 
 
-@pytest.mark.sampled(32)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("window", [5, 8, 9, 40])
@@ -348,7 +345,6 @@ def test_steps_in_one_call_end_before_a_window(calls: list[int]) -> None:
     assert calls[0] == 40 - 1 - (7 + 1) and sum(calls) == 60 - 2 - 2
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["minicpm3", "granite"])
 @pytest.mark.parametrize("base", [48, 12, 256])
 def test_numbers_by_which_the_heads_input_is_divided(name: str, base: int, calls: list[int]) -> None:
@@ -365,7 +361,6 @@ def test_numbers_by_which_the_heads_input_is_divided(name: str, base: int, calls
         assert dtype == "bf16" or torch.equal(found, answer(original, max_new_tokens=40))
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("dtype", "quant"), [("fp32", "int8"), ("bf16", None), ("bf16", "int8"), ("bf16", "int4")])
 @pytest.mark.parametrize("name", ["gemma", "gemma3", "lfm3", "minicpm3"])
 def test_several_steps_of_quantized_models(
@@ -420,7 +415,6 @@ def test_blocks_are_turned_by_positions_of_their_own_kind(
     assert torch.equal(answer(other), exact) and made == [True]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama", *WITH_STATES])
 def test_steps_in_one_call_end_where_the_cache_is_full(
     name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -433,7 +427,6 @@ def test_steps_in_one_call_end_where_the_cache_is_full(
     assert calls[0] == 64 - (7 + 1) and sum(calls) == 100 - 2
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_a_step_that_fails_after_a_state_has_been_overwritten_raises(
     name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,6 @@ def seeded(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.generate(*args, **{"max_new_tokens": NEW, **kwargs})
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["gpt2", "bloom"])
 def test_modes(name: str, mode: str) -> None:
@@ -333,7 +332,6 @@ def test_answers_beyond_the_positions_of_the_config(name: str) -> None:
     assert torch.equal(generated(engine, name, max_new_tokens=140), generated(original, name, max_new_tokens=140))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [PROMPT + 12, PROMPT + 6, 6])
 @pytest.mark.parametrize("name", ["mistral", "starcoder2"])
 def test_a_sliding_window_that_is_reached_during_the_answer(name: str, window: int) -> None:

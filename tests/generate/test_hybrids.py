@@ -138,7 +138,6 @@ IN_ONE_CALL = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 @pytest.mark.parametrize("name", IN_ONE_CALL)
 def test_candidates_in_bfloat16(name: str, verified: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,6 @@ def assert_nothing_is_left(answer: Answer, answers: int = ANSWERS) -> None:
     assert left.bytes <= MOST_BYTES and left.objects <= MOST_OBJECTS, left
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", IN_ONE_CALL)
 def test_an_answer_in_one_call_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, own, held = IN_ONE_CALL[kind](), NativeProgram.__init__, []
@@ -114,7 +113,6 @@ def test_an_answer_in_one_call_leaves_nothing(kind: str, monkeypatch: pytest.Mon
     assert_nothing_is_left(answer)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", BY_CALLS)
 def test_an_answer_by_other_calls_leaves_nothing(kind: str) -> None:
     assert_nothing_is_left(BY_CALLS[kind]())

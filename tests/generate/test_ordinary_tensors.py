@@ -127,7 +127,6 @@ def made_in_inference_mode(model: nn.Module) -> list[str]:
     ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_is_kept_of_an_answer(loop: str, hooked: bool) -> None:

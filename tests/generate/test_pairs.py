@@ -71,7 +71,6 @@ def counted(steps: Counted) -> int:
     return total
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", less(RELATIVES - set(TO_TOKENS), IN_ALL))
 def test_greedy_steps_are_made_in_one_call(name: str, padding: str | None, steps: Counted) -> None:
@@ -109,7 +108,6 @@ def test_beams_and_samples_and_their_scores(name: str, steps: Counted) -> None:
         assert torch.equal(*answers), asked
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["marian", "t5", "whisper"])
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_in_sixteen_bits_and_in_a_format(name: str, quant: str | None, steps: Counted) -> None:

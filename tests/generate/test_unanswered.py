@@ -64,7 +64,6 @@ def _broken(model: Any, name: str, error: type[Exception]) -> Any:
     return model
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OF_MODEL)
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_model_that_cannot_say_answers_as_before(family: str, name: str) -> None:

@@ -141,7 +141,6 @@ LONG: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", LONG)
 def test_sounds_longer_than_a_window(way: str) -> None:
     """Sounds of different length, one of which ends windows before the others do."""
@@ -228,7 +227,6 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", SHORT)
 def test_sounds_of_one_window(way: str) -> None:
     asked = dict(SHORT[way])
@@ -322,7 +320,6 @@ def near(original: Any) -> Any:
     return assistant
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("injects", [False, True])
 @pytest.mark.parametrize("frames", [FRAMES, 330])
 def test_an_assistant(injects: bool, frames: int) -> None:
@@ -398,7 +395,6 @@ RECOGNIZED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seconds", [1.5, 5.0])
 @pytest.mark.parametrize("way", RECOGNIZED)
 def test_the_pipeline(way: str, seconds: float) -> None:
@@ -458,7 +454,6 @@ TEXT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
 @by_text
 @pytest.mark.parametrize("way", TEXT)
 def test_ways_to_ask_for_a_text(name: str, way: str) -> None:

@@ -114,7 +114,6 @@ def assert_alike(found: Any, exact: Any, tolerance: float | None, where: tuple[A
         assert type(found).__module__.split(".")[0] == "transformers" or "Cache" in type(found).__name__, where
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("quant", [None, "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_hear_the_originals_calls(name: str, quant: str | None) -> None:
@@ -168,7 +167,6 @@ def turned(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, {**kwargs, "hidden_states": kwargs["hidden_states"].roll(1, -1)}
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("edit", [keys_hidden, turned])
 @pytest.mark.parametrize("name", EDITED)
 def test_what_a_hook_does_to_arguments_counts(name: str, edit: Any) -> None:
@@ -187,7 +185,6 @@ def louder(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> Any:
     return (returned[0] * 1.5, *returned[1:]) if isinstance(returned, tuple) else returned * 1.5
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*EDITED, "falcon_h1", "gpt-oss", "mpt"])
 def test_what_a_hook_returns_counts(name: str) -> None:
     original, replaced = made(name)
@@ -265,7 +262,6 @@ def assign(owner: Any, name: str) -> None:
     module.forward = lambda *args, **kwargs: louder(module, args, kwargs, forward(*args, **kwargs))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", [wrap, assign])
 @pytest.mark.parametrize(
     ("name", "place"),

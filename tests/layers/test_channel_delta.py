@@ -142,7 +142,6 @@ def steps(engine: Any, ids: Tensor, *, kept: bool) -> list[Tensor]:
     return found + [state for each in states for state in each.values()]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kept", [False, True])

@@ -76,7 +76,6 @@ def compare(block: Block, x: Tensor, mask: Tensor | None = None, **more: Tensor)
 SIZES = [(1, 9), (1, 128), (1, 77), (2, 128), (3, 50), (9, 33), (16, 128), (7, 300)]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("batch", "tokens"), SIZES)
 @pytest.mark.parametrize("name", [POST, PRE])
 def test_a_layer_in_one_call_is_the_parts_one_by_one(name: str, batch: int, tokens: int, taken: list[bool]) -> None:
@@ -86,7 +85,6 @@ def test_a_layer_in_one_call_is_the_parts_one_by_one(name: str, batch: int, toke
     assert taken == [WITH_TILES] * 3
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.skipif(not takes_tiles(torch.float32), reason="PyTorch multiplies float32 better here")
 @pytest.mark.parametrize("quant", [None, "int4:32:asymmetric", "int8:a8"])
 @pytest.mark.parametrize("name", [POST, PRE])

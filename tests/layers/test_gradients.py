@@ -36,7 +36,6 @@ def infused(name: str, **keys: object) -> nn.Module:
     return infuse.init_inference(BY_NAME[name].make(), **{"dtype": "fp32", **keys}).module
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "dtype", "quant"),
     [*zip(NAMES, cycle(["fp32", "bf16"]), cycle([None, "int8:16", None])), ("llama", "bf16", "int8:16")],

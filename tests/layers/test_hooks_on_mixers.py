@@ -23,7 +23,6 @@ def halved(_: nn.Module, __: Any, out: Any) -> Any:
     return (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_on_mixers(name: str) -> None:
     original, ids = BY_NAME[name].make(), ids_of(name)

@@ -100,7 +100,6 @@ def test_a_cache_gives_rounded_values_whatever_is_done_to_it() -> None:
 # ---- generate ----
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_is_the_originals_over_the_same_cache(name: str, mode: str) -> None:

@@ -89,7 +89,6 @@ def counted(model: Callable, given: dict[str, Any]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("name", (*NAMES, *INTERLEAVED))
@@ -113,7 +112,6 @@ def test_a_counter_over_an_answer(quant: str | None) -> None:
     assert counts[0] == counts[1] > 0 and torch.equal(answer, wanted)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("name", ["llama", "bert", "mixtral"])
 def test_a_counter_over_a_traced_graph(name: str, quant: str | None) -> None:
@@ -124,7 +122,6 @@ def test_a_counter_over_a_traced_graph(name: str, quant: str | None) -> None:
     assert counted(program, given) == counted(original, given)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("name", (*NAMES, *INTERLEAVED))
 def test_fake_tensors(name: str, quant: str | None) -> None:

@@ -75,7 +75,6 @@ def test_every_family(family: Family, taken: list[bool]) -> None:
         assert taken.count(True) == 3 * sum(at_once)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("quant", [None, "int8", "int4:32", "int4:32:asymmetric", "int8:a8", "fp8", "fp6", "mxfp4"])
 def test_every_format(quant: str | None, dtype: torch.dtype, taken: list[bool]) -> None:

@@ -70,7 +70,6 @@ def same(name: str, ours: Any, theirs: Any, times: int) -> None:
         assert torch.equal(ours, theirs) if isinstance(theirs, Tensor) else ours == pytest.approx(theirs), name
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES if not f.name.startswith(SERVES_NO_OTHER)], ids=lambda family: family.name
 )
@@ -101,7 +100,6 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
             same(name, ours[name], theirs[name], times)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["bert", "llama", "gemma2"])
 def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,6 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kept", [LENDERS, BORROWERS, (0, 3), (1, 2)], ids=str)
 def test_beside_originals(name: str, kept: tuple[int, ...]) -> None:

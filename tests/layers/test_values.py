@@ -249,7 +249,6 @@ def first(model: Any, *args: Any, autocast: torch.dtype | None = None, **kwargs:
     return found.logits if hasattr(found, "logits") else found[0]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
@@ -318,7 +317,6 @@ def test_short_embeddings_in_a_float32_model(name: str, short: torch.dtype) -> N
     assert first(quantized, inputs_embeds=given).dtype is wanted.dtype
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "phi", "cohere", "falcon-7b", "codegen", "gptj"])
 def test_positions_and_ids_of_other_axes(name: str) -> None:
     family = BY_NAME[name]

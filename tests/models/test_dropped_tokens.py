@@ -238,7 +238,6 @@ def test_experts_that_read_the_mask_otherwise(monkeypatch: pytest.MonkeyPatch) -
 _LAST = ("SelfAttention.o", "layer.out", "ffn.fc2", "mlp.down")  # of Switch's attention, of NLLB-MoE's MLP
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["switch", "switch-dropping", "nllb-moe", "nllb-moe-dropping"])
 def test_float16(name: str) -> None:
     """As far from float32 as the original is, and clamped as it is where a result does not fit."""
@@ -267,7 +266,6 @@ def test_float16(name: str) -> None:
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", ["int8:16", "int4:8"])
 @pytest.mark.parametrize("name", ["switch-dropping", "nllb-moe-dropping"])
 def test_formats_of_experts(name: str, format: str) -> None:

@@ -83,7 +83,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
 @by_kind
 @pytest.mark.parametrize("way", WAYS)
 def test_answers(name: str, way: str) -> None:
@@ -282,7 +281,6 @@ def test_decoders_alone_generate(family: Family) -> None:
         assert torch.equal(*answers)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @by_kind
 def test_16_bits_err_as_the_original_does(name: str, dtype: torch.dtype) -> None:
@@ -300,7 +298,6 @@ def test_16_bits_err_as_the_original_does(name: str, dtype: torch.dtype) -> None
     assert errors["ours"] <= 2 * errors["own"]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["bart", "whisper", "m2m-100"])
 def test_formats(name: str, format: str) -> None:
@@ -348,7 +345,6 @@ def test_ranks(name: str, size: int, ranks: Ranks) -> None:
         assert blocks == 4 and torch.equal(greedy, answers[0]) and torch.equal(beams, answers[1])
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -442,7 +438,6 @@ def test_blip_captions() -> None:
 BERTS = ["Roberta", "XLMRoberta", "Camembert", "Electra", "Ernie", "Data2VecText", "RoCBert", "BertGeneration"]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", BERTS)
 def test_decoders_like_berts(kind: str) -> None:
     sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96,
@@ -568,7 +563,6 @@ DECODERS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_alone(name: str) -> None:
     """Of models whose encoders keep their own layers. LongT5's and Pix2Struct's return lists, as T5's blocks did."""

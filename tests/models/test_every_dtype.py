@@ -50,7 +50,6 @@ def fault(model: nn.Module, dtype: str, exact: Tensor, verify: str = "sample") -
     return None if "off by" in ours and found <= 2 * own else f"{ours}; the original is off by {own:.1e}"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SINUSOIDAL)
 def test_models_whose_positions_are_a_buffer(name: str, dtype: str) -> None:

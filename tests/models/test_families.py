@@ -209,7 +209,6 @@ def generated_by_original(name: str, mode: str) -> Any:
     return generated(original(name), name, mode, output_logits=True)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "way", "mode"), less(RELATIVES, GENERATED))
 def test_generated_tokens(name: str, way: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = generated_by_original(name, mode)
@@ -302,13 +301,11 @@ def assert_rounds_as_well(name: str, dtype: torch.dtype, short: str) -> None:
         assert 0 < error <= 2 * eager[path], f"{path}: {error:.2e}, the original {eager[path]:.2e}"
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", less(RELATIVES, NAMES))
 def test_bfloat16_error_is_at_most_twice_the_originals(name: str) -> None:
     assert_rounds_as_well(name, torch.bfloat16, "bf16")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt-neox", "falcon-40b", "opt", "bert", "vit"])
 def test_float16_error_is_at_most_twice_the_originals(name: str) -> None:
     assert_rounds_as_well(name, torch.float16, "fp16")

@@ -115,7 +115,6 @@ def test_long_prompts_run_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(engine.generate(**given, max_new_tokens=5, do_sample=False), wanted)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_sums_in_bf16_models_are_as_wide_as_the_originals(name: str) -> None:
     """The errors of several models are aggregated: of one alone, they vary by more than the factor that is tested."""
@@ -180,7 +179,6 @@ def test_formats(quant: str) -> None:
     assert formats == [[f"mixer.{name}.weight" for name in ("dt", "in", "out", "x")]] * 3
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", [*MAMBA, JAMBA[0]], ids=lambda family: family.name)
 def test_another_activation_is_left(family: Any) -> None:
     engine = infuse.init_inference(family.make(hidden_act="relu"), dtype="fp32")

@@ -199,7 +199,6 @@ def test_every_mixture_is_made_tiny() -> None:
 # ---- experts alone
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "mode", "format"), BY_TURNS)
 def test_experts_alone(name: str, mode: str, format: str) -> None:
     family = ALONE[name]
@@ -240,7 +239,6 @@ def test_experts_of_text_layers(name: str) -> None:
 BLOCKS = [family.name for family in MIXTURES if family.kind == "decoder"]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "format"), [(name, FORMATS[i % 2]) for i, name in enumerate(BLOCKS)])
 def test_formats_in_blocks(name: str, format: str) -> None:
     family = BY_NAME[name]

@@ -17,7 +17,6 @@ from tests.models.mixtures import SEEING
 from tests.support.side_by_side import assert_close
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SEEING)
 def test_text_layers_are_blocks_and_generate_the_originals_tokens(name: str) -> None:
     family = SEEING[name]

@@ -140,7 +140,6 @@ def test_a_wrong_router_is_refused(changes: dict[str, Any], told: str, monkeypat
         infuse.init_inference(BY_NAME["mixtral"].make(), dtype="bf16", verify="strict")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["mixtral", "glm4-moe", "granite-moe", "phimoe"])
 def test_tied_logits_choose_the_originals_experts(name: str, dtype: str) -> None:

@@ -38,7 +38,6 @@ def answered(model: nn.Module, *more: str) -> Any:
         return model(**batch(model, *more))[0]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("quant", [None, "int8:16"])
 @pytest.mark.parametrize(
     "family",

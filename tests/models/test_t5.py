@@ -110,7 +110,6 @@ def test_float16_keeps_the_matrices_that_transformers_keeps_in_float32() -> None
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("quant", [None, "int8"])
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("gated", [True, False])

@@ -24,7 +24,6 @@ def answer(model: Any, way: str) -> Tensor:
     return model.generate(**given(getattr(model, "module", model)), max_new_tokens=8, **WAYS[way])
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_pictures_and_text_are_answered_by_blocks_alone(name: str) -> None:
     original, engine = made(name), infuse.init_inference(made(name), dtype="fp32", replace_with_kernel_inject=True)
@@ -65,7 +64,6 @@ def test_ranks_share_the_heads_of_towers_and_text(name: str, size: int, ranks: R
         assert torch.equal(found, wanted) and blocks == 4
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_16_bits_towers_are_as_exact_as_the_originals(name: str) -> None:
     exact, rounded = made(name), made(name).to(torch.bfloat16)

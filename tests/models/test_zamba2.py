@@ -49,7 +49,6 @@ def test_each_state_space_is_a_block_and_plain_ones_run_in_one_call(
     assert taken == [False] * 4 + [True, False] * 4  # the prompt, and two steps
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_generated_tokens(mode: str, engine: infuse.InferenceEngine) -> None:
     given, original = inputs(ZAMBA2, tokens=9, padding="left", seed=4), ZAMBA2.make()

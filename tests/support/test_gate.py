@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from infuse.weights import foreign
 from tests.models.families import _EVERY, BY_NAME, COVERING, MAMBA
-from tests.support.gate import left_by_the_gate
+from tests.support.gate import SHARE, left_by_the_gate, seconds_of_cases
 from tests.support.leftovers import found_and_put_back
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +38,8 @@ def cases(test: str, names: Any, **marks: Any) -> list[Any]:
     return [Item(f"tests/test_file.py::{test}[{name}]", marks, {"name": name}) for name in names]
 
 
-def kept(items: list[Any]) -> list[str]:
-    left_out = left_by_the_gate(items)
+def kept(items: list[Any], **seconds: float) -> list[Any]:
+    left_out = left_by_the_gate(items, {f"tests/test_file.py::{test}": mean for test, mean in seconds.items()})
     return [item.params["name"] for item in items if item not in left_out]
 
 
@@ -51,14 +54,27 @@ def test_of_many_families_the_covering_ones_and_some_of_the_others_stay() -> Non
     assert kept(cases("test_few", ["phi-qk", "mpt"])) == ["phi-qk", "mpt"]
 
 
-def test_slow_tests_go_and_some_of_the_sampled_cases_stay() -> None:
+def test_slow_tests_go_and_costly_ones_give_some_cases() -> None:
     assert kept(cases("test_slow", range(3), slow=pytest.mark.slow.mark)) == []
-    assert 10 < len(kept(cases("test_grid", range(100), sampled=pytest.mark.sampled(5).mark))) < 30
+    assert len(kept(cases("test_grid", range(1000)), test_grid=0.1)) == SHARE * 100
+    assert len(kept(cases("test_grid", range(100)), test_grid=100.0)) == 1
+    assert len(kept(cases("test_grid", range(100)), test_other=1.0)) == 100
+
+
+def test_of_costly_tests_families_that_cover_the_parts_stay() -> None:
+    found = kept(cases("test_all", BY_NAME), test_all=0.1)
+    assert 2 < len(found) < len(COVERING) and {*found} <= COVERING
 
 
 def test_each_test_keeps_a_case() -> None:
-    assert kept(cases("test_grid", range(2), sampled=pytest.mark.sampled(10**6).mark)) == [0]
     assert kept(cases("test_others", [name for name in BY_NAME if name not in COVERING]))
+
+
+def test_each_recorded_test_is_there() -> None:
+    """`pytest --full --seconds` records them anew."""
+    for test in seconds_of_cases():
+        path, _, name = test.partition("::")
+        assert f"def {name.rpartition('::')[2]}(" in (ROOT / path).read_text(encoding="utf-8"), f"{test} is no more"
 
 
 def test_what_is_left_changed_is_found_and_put_back() -> None:

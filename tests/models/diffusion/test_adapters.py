@@ -34,7 +34,6 @@ def lora(folder: Path, name: str = "sd15", targets: Any = ATTENTION, seed: int =
     return folder
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, targets", [("sd15", ATTENTION), ("sd15", [*ATTENTION, "ff.net.0.proj"]), ("sd3", ATTENTION)]
 )

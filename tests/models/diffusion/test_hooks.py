@@ -71,7 +71,6 @@ def places(model: nn.Module, original: nn.Module) -> list[str]:
     return [path for path in found.values() if not isinstance(there[path], nn.ModuleList)]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -100,7 +99,6 @@ def test_on_replaced_modules(name: str) -> None:
     assert acted > 2
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "change"),
     [

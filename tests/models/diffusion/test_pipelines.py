@@ -29,7 +29,6 @@ def engine() -> Any:
     return injected(made("sd15"))
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*PIPELINES, "img2img"])
 def test_images_are_equal_in_float32(name: str) -> None:
     """One row and three, three sizes in a row, and the first size again."""
@@ -45,7 +44,6 @@ def test_images_are_equal_in_float32(name: str) -> None:
     assert distance(images(pipe, name, **calls[0]), wanted[0]) <= CLOSE
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux", "pixart"])
 def test_images_in_bfloat16_are_as_near_as_the_originals(name: str) -> None:
     exact = original(name, size=32)
@@ -148,7 +146,6 @@ def test_formats_by_name_go_to_the_models_that_have_them() -> None:
     assert not found["vae"]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format, most", [("int8", 0.02), ("int8:a8", 0.03), ("fp8", 0.05), ("int4", 0.1)])
 def test_formats_change_images_little(format: str, most: float) -> None:
     wanted = original("sd15")

@@ -415,7 +415,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=("contiguous", "last"))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models(name: str, layout: Any) -> None:
@@ -432,7 +431,6 @@ def test_models(name: str, layout: Any) -> None:
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_sixteen_bits(name: str, dtype: torch.dtype) -> None:

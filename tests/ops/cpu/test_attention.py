@@ -37,7 +37,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 # ---- attention ----
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [8, 24, 33, 64, 80, 128, 256])
 def test_attention_of_awkward_shapes(width: int, dtype: torch.dtype, threads: int) -> None:
@@ -64,7 +63,6 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Te
     return (scores.softmax(-1)[..., : k.shape[2]] @ values).transpose(1, 2)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
     """More threads than key heads: parts begin and end inside heads, some of them in the middle of several."""
@@ -107,7 +105,6 @@ def test_attention_with_masks(dtype: torch.dtype, threads: int) -> None:
                 check(dtype, q, k, v, added, None, 0.2, tokens == 1, 0, 0.0)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 32, 33, 64, 80, 128])
 def test_many_queries_go_by_tiles(width: int, dtype: torch.dtype, threads: int) -> None:
@@ -214,7 +211,6 @@ def rows_of(batch: int, kv_heads: int, length: int, width: int) -> Tensor:
     return storage[:, :, :length]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 24, 33, 64, 80, 256, 600])
 def test_attention_over_an_int8_cache(width: int, dtype: torch.dtype, threads: int) -> None:

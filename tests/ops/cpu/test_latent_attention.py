@@ -51,7 +51,6 @@ def check(args: tuple[Tensor, ...], mask: Tensor | None, causal: bool, what: str
     assert_near(body(*args, mask, scale, causal), wanted, dtype, what, times=2 if dtype != torch.float32 else 3)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "widths", [(8, 4, 24, 12), (33, 6, 40, 17), (128, 64, 512, 128), (65, 2, 130, 1), (1, 2, 3, 70)], ids=str

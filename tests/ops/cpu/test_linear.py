@@ -105,7 +105,6 @@ def test_more_values_than_threads_share(
     assert sum(taken) == (tiled and cpu_linear.takes_tiles(torch.bfloat16))
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:

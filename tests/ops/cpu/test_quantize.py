@@ -74,7 +74,6 @@ def check_values(kind: str, length: int, dtype: torch.dtype) -> None:
         check(weight.to(dtype), kind.format(length), f"{kind.format(length)} {dtype} {name}", ties)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_as_the_reference(kind: str, dtype: torch.dtype) -> None:

@@ -105,7 +105,6 @@ def check_activated(dtype: torch.dtype, text: str, outputs: int) -> None:
         assert_near(found, act(wanted, name), dtype, f"{text} {name} -> {outputs} {dtype}")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_is_the_product_of_rounded_activations(dtype: torch.dtype, text: str) -> None:
