@@ -159,6 +159,7 @@ def test_bench_against_eager(folder):
     assert all(word in out for word in ("infuse", "transformers", "bound", "prefill", "decode", "batch 2"))
 
 
+@pytest.mark.slow
 def test_bench_alone_names_no_peer(folder):
     options = "--prompt-tokens 8 --new-tokens 4 --repeats 1 --dtype float32"
     out, _ = run("bench", folder, *options.split())

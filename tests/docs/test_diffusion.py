@@ -16,6 +16,7 @@ TEXT = (ROOT / "docs" / "diffusion.md").read_text(encoding="utf-8")
 BLOCKS = [textwrap.dedent(block).strip() for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", TEXT, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_the_examples_run() -> None:
     names: dict[str, Any] = {}
     code = [block for block in BLOCKS if "import" in block or "infuse." in block or "engine" in block]

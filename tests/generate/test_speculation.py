@@ -318,6 +318,7 @@ def test_accepted_candidates_are_distributed_as_the_model_says() -> None:
     assert chi_square(counts.flatten(), (draws * q_TV[0][:, None] * q_TV[1]).flatten()) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lookup", "draft"])
 @pytest.mark.parametrize("states", [False, True], ids=["llama", "qwen3_5"])
 def test_answers_are_distributed_as_the_model_says(states: bool, kind: str) -> None:

@@ -152,6 +152,7 @@ def test_a_mask_of_a_decoder_goes_to_a_conformer_that_ignores_it() -> None:
     assert_near(found, exact)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_registered_function_gets_what_the_original_hands_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A keyword that a layer takes by name ends there; others go to the attention function."""

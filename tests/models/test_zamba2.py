@@ -83,6 +83,7 @@ def logits(model: Any, seed: int = 1) -> Tensor:
     return model(**given, use_cache=False).logits[given["attention_mask"].bool()].float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8:16", "int4:16"])
 def test_formats(quant: str) -> None:
     """The numbers are those of the original with rounded weights, those of shared blocks included."""

@@ -122,6 +122,7 @@ def fault_cases(library: ctypes.CDLL) -> None:
         assert text in found and found.startswith("amx emulator: " if text else ""), f"{found!r} instead of {text!r}"
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.skipif(NATIVE, reason="the processor executes these instructions itself")
 def test_the_emulator_does_what_the_manual_says(tmp_path: Path) -> None:
