@@ -89,6 +89,7 @@ def test_the_logger_hears_the_plan_the_stages_and_warnings(caplog: pytest.LogCap
     assert {record.name for record in caplog.records} == {"infuse"}
 
 
+@pytest.mark.slow
 def test_without_logging_a_warning_shows_once(tmp_path: Path) -> None:
     program = (
         "import infuse, torch\n"

@@ -200,6 +200,7 @@ def forgetting() -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
         return before, counts(backend), right
 
 
+@pytest.mark.slow
 def test_ranks_that_keep_other_graphs_begin_again(ranks: Ranks) -> None:
     first, second = ranks.run(2, forgetting)
     assert first == second and first[2]

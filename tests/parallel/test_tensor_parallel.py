@@ -232,6 +232,7 @@ def test_each_rank_holds_its_part(ranks: Ranks) -> None:
     assert sum(held) == whole + (whole - norms) and max(held) < 0.65 * whole
 
 
+@pytest.mark.slow
 def test_more_ranks_than_heads_leave_the_blocks_whole(ranks: Ranks) -> None:
     notes = ranks.run(3, left_with_two_heads)
     assert all("2 heads are too few for 3 ranks" in text for text, _ in notes)

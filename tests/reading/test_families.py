@@ -191,6 +191,7 @@ def test_tables_without_rows_for_several_tokens_before_the_patches() -> None:
     assert {step.path for step in planned(model).steps if step.depth == "block"} == {"model.layer.0", "model.layer.1"}
 
 
+@pytest.mark.slow
 def test_arguments_that_a_layer_looks_at_are_not_left_out() -> None:
     """BEiT's model passes two to each layer, which reads them for a bias by position alone."""
     config = tiny_config(t.BeitConfig)

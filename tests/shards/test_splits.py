@@ -121,6 +121,7 @@ def test_quantized_layers_that_ranks_share(
         assert not gates or (readers == 1 and {"weight", "data", "scale"} <= gates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "writers", "readers"),
     [("t5", 2, 2), ("t5", 2, 1), ("t5", 2, 4), ("gpt2", 2, 2), ("gpt2", 2, 1), ("gpt2", 2, 4), ("roberta", 2, 1)],

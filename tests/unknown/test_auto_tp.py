@@ -147,6 +147,7 @@ def roberta_on_rank(policy: Any) -> tuple[Tensor, list[tuple[str, str]]]:
     return logits, [(step.depth, step.path) for step in engine.plan.steps if "layer" in step.path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "ranks_used"), [({RobertaLayer: ("output.dense",)}, 3), ({"RobertaLayer": "output.dense"}, 2)]
 )
