@@ -34,6 +34,7 @@ def benchmark(*arguments: str) -> tuple[int | None, str]:
     return program.returncode, err
 
 
+@pytest.mark.slow
 def test_from_start_to_end(tmp_path: Path) -> None:
     out = tmp_path / "results" / "gpu.md"
     done, err = benchmark("--dry-run", "--out", str(out))
