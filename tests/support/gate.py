@@ -125,7 +125,8 @@ class Recorder:
         self.times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.times[report.nodeid.partition("[")[0]][report.nodeid] += report.duration
+        if report.passed:  # what is skipped here may take long elsewhere
+            self.times[report.nodeid.partition("[")[0]][report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         costly = {
