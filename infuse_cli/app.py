@@ -8,6 +8,7 @@ Results go to standard output; progress, remarks and errors to standard error.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import time
@@ -35,6 +36,10 @@ from infuse_cli.ranks import as_ranks, rank_device
 
 if TYPE_CHECKING:
     import torch
+
+# Threads that wait by computing slow each other where another process uses a core. PyTorch's OpenMP reads this when it
+# is loaded, which no command has done yet.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -315,11 +320,11 @@ def build(
 
 @app.command("clear-cache")
 def clear_cache() -> None:
-    """Remove the receipts of proofs, so that each layer is proven anew. Built kernels stay."""
+    """Remove receipts of proofs and readings of layers, so that each is proven and read anew. Built kernels stay."""
     with without_tracebacks():
-        from infuse.apply import receipts
+        from infuse.cache_folder import READINGS, RECEIPTS
 
-        print(f"{receipts.clear()} receipts removed")
+        print(f"{RECEIPTS.clear()} receipts and {READINGS.clear()} readings removed")
 
 
 @app.command()
@@ -328,7 +333,7 @@ def env() -> None:
     with without_tracebacks():
         import torch
 
-        from infuse.apply import receipts
+        from infuse.cache_folder import READINGS, RECEIPTS
         from infuse.device import Device
         from infuse.native import described
 
@@ -344,7 +349,8 @@ def env() -> None:
         for what, found_out in described().items():
             table.add_row(what, found_out)
         table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-        table.add_row("receipts of proofs", f"{receipts.count()}; infuse clear-cache removes them")
+        kept = f"{RECEIPTS.count()} receipts of proofs, {READINGS.count()} readings of layers"
+        table.add_row("kept for later starts", f"{kept}; infuse clear-cache removes them")
         for package in ("infuse", "torch", "transformers", "triton", "diffusers"):
             table.add_row(package, _version(package))
         Console().print(table)
