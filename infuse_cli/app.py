@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import time
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -94,7 +96,7 @@ def without_command(
 ) -> None:
     """Make a Hugging Face model run near the limit of the hardware, and see what was done to it."""
     if version:
-        print(f"infuse {_version('infuse')}")
+        print(f"infuse {_own_version()}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -383,6 +385,15 @@ def _settings(
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _own_version() -> str:
+    """infuse.__version__, without importing infuse."""
+    spec = find_spec("infuse")
+    assert spec is not None and spec.origin is not None
+    found = re.search(r'^__version__ = "(.+)"$', Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found.group(1)
 
 
 def _version(package: str) -> str:
