@@ -26,7 +26,7 @@ from infuse.plan.packed import packed_paths
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
-from infuse.proof.identities import Identities
+from infuse.proof.identities import Identities, are_complete
 from infuse.proof.in_place import find_callers, proven_alone
 from infuse.undisturbed import undisturbed
 
@@ -61,7 +61,8 @@ class Proofs:
     def run(self, progress: Progress | None) -> None:
         """Prove the plan's steps and record why steps are refused. ProofError under verify="strict"."""
         trial = self.trial
-        if trial.config.verify == "sample" and trial.builder.group.size == 1 and not trial.calls and are_used():
+        alone = trial.builder.group.size == 1 and not trial.calls
+        if trial.config.verify == "sample" and alone and are_used() and are_complete():
             identities = Identities(trial.plan, trial.model, trial.config, trial.builder.source)
             self.receipts = Receipts(identities)
         with undisturbed(trial.model):

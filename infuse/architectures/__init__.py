@@ -72,6 +72,11 @@ def register(*specs: LayerSpec) -> Callable[[], None]:
     return take_back
 
 
+def is_extended() -> bool:
+    """Whether a spec is registered from outside."""
+    return bool(_registered)
+
+
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
     """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any.
 

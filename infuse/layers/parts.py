@@ -104,6 +104,11 @@ def register(shape: type[PartShape], layer: Callable[[Any, BuildContext], nn.Mod
     return partial(_registered.pop, shape, None)
 
 
+def is_extended() -> bool:
+    """Whether a part is registered from outside."""
+    return bool(_registered)
+
+
 def make_part(shape: PartShape, context: BuildContext) -> nn.Module:
     """Make the layer of a part on meta; its weights are filled in later."""
     layer = _registered.get(type(shape)) or LAYERS[type(shape)]

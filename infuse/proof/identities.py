@@ -11,17 +11,28 @@ from typing import Any
 
 from torch import nn
 
+from infuse import architectures
 from infuse.config.inference import InferenceConfig
 from infuse.identity import Code, Unknown, checksum, digest, of_infuse, of_machine
+from infuse.layers import parts
 from infuse.plan.digest import digest_of
 from infuse.plan.found import traits
 from infuse.plan.plan import Plan
 from infuse.plan.step import Step
+from infuse.quant import parse
 from infuse.reading.calls import attention_function
+from infuse.weights import foreign
 from infuse.weights.lazy import Lookup
 from infuse.weights.loader import LayerSource
 
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+def are_complete() -> bool:
+    """Whether all code that a proof runs is infuse's, PyTorch's, transformers' or the model's: what is registered from
+    outside (specs, parts, formats, layouts of checkpoints) is not looked at.
+    """
+    return not any(registry.is_extended() for registry in (architectures, parts, parse, foreign))
 
 
 class Identities:

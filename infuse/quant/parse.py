@@ -51,6 +51,11 @@ def register(name: str, parse: Parse) -> Callable[[], None]:
     return take_back
 
 
+def is_extended() -> bool:
+    """Whether a format is registered from outside."""
+    return bool(_registered)
+
+
 def quant_format(text: str) -> QuantFormat:
     """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "int4:128:f16", "fp6:row", "mxfp4", "int8:groups=2",
     "int8:a8".

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infuse
-from infuse import cache_folder, identity
+from infuse import architectures, cache_folder, identity
 from infuse.apply import prove as proving
 from infuse.cache_folder import READINGS, RECEIPTS
+from infuse.layers import parts
 from infuse.proof import compare, identities
+from infuse.quant import parse
 from infuse.reading import kind
+from infuse.weights import foreign
 from tests.models.families import BY_NAME
 from tests.support import gguf_files, quantized_files
 from tests.support.commands import run
@@ -196,6 +199,29 @@ def test_receipts_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, proofs: l
     monkeypatch.setenv("INFUSE_RECEIPTS", "0")
     replaced(made())
     assert proofs
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: architectures.register(architectures.SPECS[0]),
+        lambda: parts.register(type("Mine", (), {}), lambda shape, context: nn.Identity()),
+        lambda: parse.register("mine", lambda options: parse.quant_format("int8")),
+        lambda: foreign.register(lambda unread: foreign.merged(unread)),
+    ],
+)
+def test_what_is_registered_from_outside_is_proven_each_time(
+    register: Callable[[], Callable[[], Any]], proofs: list[str], folder: Path
+) -> None:
+    replaced(made())
+    proofs.clear()
+    take_back = register()
+    try:
+        assert not replaced(made()).plan.receipts and proofs
+    finally:
+        take_back()
+    proofs.clear()
+    assert replaced(made()).plan.receipts and not proofs
 
 
 def test_weights_of_other_layers_do_not_count(proofs: list[str]) -> None:

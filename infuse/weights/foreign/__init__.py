@@ -27,6 +27,11 @@ def register(recogniser: Recogniser) -> Callable[[], None]:
     return lambda: _registered.remove(recogniser)
 
 
+def is_extended() -> bool:
+    """Whether a recogniser is registered from outside."""
+    return bool(_registered)
+
+
 def recognised(unread: Unread) -> Recognised:
     """Run all recognisers in order. Each sees only the tensors that earlier ones left over."""
     tensors: dict[str, LazyTensor] = {}
