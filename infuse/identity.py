@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -38,6 +39,7 @@ _PLAIN = (*_NUMBERS, Enum, torch.dtype, torch.device, torch.Size)
 _OF_CLASSES = frozenset({"__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "_abc_impl"})
 _NOT_ASKED = frozenset({"INFUSE_CACHE_DIR", "INFUSE_RECEIPTS", "INFUSE_LAUNCHED"})  # of our variables
 _ROOT = Path(__file__).parent
+_IMPORTED = time.time()
 
 
 class Unknown(Exception):
@@ -52,6 +54,7 @@ class Code:
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
+        self._configs: dict[int, tuple[Any, str]] = {}  # by id of the config, which is kept alive here
 
     def __call__(self, value: Any) -> Any:
         """Nested tuples of plain values, equal for equal values in all processes. Raises Unknown."""
@@ -77,8 +80,10 @@ class Code:
             return self.of_class(value)
         if isinstance(value, (BuiltinFunctionType, ModuleType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return type(value).__name__, getattr(value, "__name__", str(value))
-        if hasattr(value, "to_dict"):  # a config of transformers
-            return _name(type(value)), repr(value.to_dict())
+        if hasattr(value, "to_dict"):  # a config of transformers, which many modules have
+            if id(value) not in self._configs:
+                self._configs[id(value)] = value, digest(value.to_dict())
+            return _name(type(value)), self._configs[id(value)][1]
         if is_dataclass(value):
             return _name(type(value)), [self(getattr(value, field.name)) for field in fields(value)]
         raise Unknown(f"{type(value).__module__}.{type(value).__qualname__}")
@@ -94,7 +99,7 @@ class Code:
         """The code of a class and of its bases; of libraries' bases only what others have put into them."""
         if cls not in self._known:
             self._known[cls] = _name(cls)  # where it names itself
-            self._known[cls] = _name(cls), [self._own(kind) for kind in cls.__mro__ if kind is not object]
+            self._known[cls] = _name(cls), digest([self._own(kind) for kind in cls.__mro__ if kind is not object])
         return self._known[cls]
 
     def _own(self, kind: type) -> list[tuple[str, Any]]:
@@ -117,7 +122,7 @@ class Code:
             defaults = self.or_class(function.__defaults__), self.or_class(function.__kwdefaults__)
             named = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
             around = [(name, self.or_class(value)) for name, value in named if not isinstance(value, ModuleType)]
-            self._known[function] = self._of_code(function.__code__), inside, defaults, around
+            self._known[function] = digest(self._of_code(function.__code__), inside, defaults, around)
         return self._known[function]
 
     def _of_code(self, code: CodeType) -> tuple:
@@ -126,7 +131,7 @@ class Code:
 
 
 def of_infuse() -> str:
-    """Digest of our own code, as it lay on the disk at the first call, and of the kernels."""
+    """Digest of our own code on the disk, and of the kernels. Unknown if it is not the code that runs."""
     library = native.library()
     return digest(_of_code(), None if library is None else _of_file(library))
 
@@ -135,6 +140,8 @@ def of_infuse() -> str:
 def _of_code() -> str:
     found = hashlib.sha256()
     for path in sorted(_ROOT.rglob("*.py")):
+        if path.stat().st_mtime > _IMPORTED:
+            raise Unknown(f"infuse's own code: {path} was written after it was imported")
         found.update(f"{path.relative_to(_ROOT)} {path.stat().st_size} ".encode())
         found.update(path.read_bytes())
     return found.hexdigest()

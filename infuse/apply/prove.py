@@ -63,8 +63,8 @@ class Proofs:
         trial = self.trial
         alone = trial.builder.group.size == 1 and not trial.calls
         if trial.config.verify == "sample" and alone and are_used() and are_complete():
-            identities = Identities(trial.plan, trial.model, trial.config, trial.builder.source)
-            self.receipts = Receipts(identities)
+            about = trial.plan, trial.model, trial.config, trial.builder.source
+            self.receipts = Receipts(partial(Identities, *about))
         with undisturbed(trial.model):
             self._run(progress)
 

@@ -5,20 +5,26 @@ A receipt is a small file in the cache folder, named by the identity of its proo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import date
 
 from infuse.cache_folder import RECEIPTS, id_of
-from infuse.identity import Unknown
+from infuse.errors import in_brief
 from infuse.logs import log
 from infuse.plan.step import Step
 from infuse.proof.identities import Identities
 
 
 class Receipts:
-    """Receipts of one plan's proofs. `identities` is None where proofs are to run."""
+    """Receipts of one plan's proofs. `identities` makes their identities; None where proofs are to run."""
 
-    def __init__(self, identities: Identities | None):
-        self._identities = identities
+    def __init__(self, identities: Callable[[], Identities] | None):
+        self._identities: Identities | None = None
+        if identities is not None:
+            try:
+                self._identities = identities()
+            except Exception as error:  # as in `has`
+                log.debug("all is proven each time: %s", in_brief(error))
         self._of_steps: dict[str, str] = {}  # path → identity
         self._days: dict[str, str] = {}  # path of a step that was proven before → YYYY-MM-DD
 
@@ -32,8 +38,8 @@ class Receipts:
             return False
         try:
             identity = self._identities.of(step)
-        except (Unknown, RecursionError) as unknown:
-            log.debug("%s is proven each time: nothing identifies %s", step.path, unknown)
+        except Exception as error:  # attributes of the user's may raise anything; what has no identity is proven
+            log.debug("%s is proven each time: %s", step.path, in_brief(error))
             return False
         self._of_steps[step.path] = identity
         day = RECEIPTS.read(identity)

@@ -15,7 +15,7 @@ from infuse.architectures.layer import Bound
 from infuse.authors import package_of
 from infuse.cache_folder import READINGS, are_used
 from infuse.errors import SpecMismatch, in_brief
-from infuse.identity import Code, Unknown, digest, of_infuse, of_machine
+from infuse.identity import Code, digest, of_infuse, of_machine
 from infuse.logs import log
 from infuse.reading.calls import LayerCall, attention_function
 from infuse.reading.effects import code_of, containers
@@ -33,6 +33,7 @@ class Kind:
 
     def __init__(self, layer: nn.Module, calls: Sequence[LayerCall], config: Any, more: Any):
         self._read: tuple[nn.Module, Sequence[LayerCall]] | None = (layer, calls)
+        self._name = type(layer).__name__
         configs = {id(one): one for one in (config, *(vars(module).get("config") for module in layer.modules()))}
         texts = {key: _text(one) for key, one in configs.items()}
         modules = tuple(
@@ -79,7 +80,8 @@ class Kind:
             return None
         try:
             return digest("reading", of_infuse(), of_machine(torch.device("cpu")), Code()(self._key))
-        except (Unknown, RecursionError):
+        except Exception as error:  # attributes of the user's may raise anything
+            log.debug("%s is read in each process: %s", self._name, in_brief(error))
             return None
 
 

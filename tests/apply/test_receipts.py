@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -395,6 +396,7 @@ def test_code_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for file in files:
         file.write_bytes(b"content")
     monkeypatch.setattr(identity, "_ROOT", tmp_path)
+    monkeypatch.setattr(identity, "_IMPORTED", math.inf)
     monkeypatch.setattr("infuse.native.library", lambda: files[2])
 
     def of_infuse() -> str:
@@ -463,6 +465,33 @@ def test_a_changed_layer_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.input_layernorm.variance_epsilon *= 2
     replaced(model)
     assert seen
+
+
+def test_code_that_was_written_after_it_was_imported_has_no_identity(
+    monkeypatch: pytest.MonkeyPatch, proofs: list[str], folder: Path
+) -> None:
+    """A receipt would be one of code that never ran."""
+    monkeypatch.setattr(identity, "_IMPORTED", 0.0)
+    identity._of_code.cache_clear()
+    for _ in range(2):
+        proofs.clear()
+        replaced(made())
+        assert proofs and not folder.exists()
+
+
+class Raises:
+    def to_dict(self) -> dict[str, Any]:
+        raise RuntimeError("made up")
+
+
+def test_what_raises_is_proven(proofs: list[str], folder: Path) -> None:
+    for path in ("", "model.layers.0.mlp"):
+        for _ in range(2):
+            proofs.clear()
+            model = made()
+            vars(model.get_submodule(path))["mine"] = Raises()
+            replaced(model)
+            assert proofs and not folder.exists()
 
 
 def test_values_without_a_text() -> None:
