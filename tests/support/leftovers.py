@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # Libraries set these when they are first imported or used, and mean them to stay.
-OF_LIBRARIES = (b"PYTEST_", b"KMP_", b"TORCHINDUCTOR_")
+OF_LIBRARIES = (b"PYTEST_", b"KMP_", b"TORCHINDUCTOR_", b"_TORCHINDUCTOR_", b"TOKENIZERS_PARALLELISM")
 
 
 @dataclass(frozen=True)
