@@ -422,6 +422,7 @@ print(len(infuse.init_inference(BY_NAME["mixtral"].make(), dtype="fp32").plan.re
 """
 
 
+@pytest.mark.slow
 def test_identities_are_the_same_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for seed in ("1", "2"):

@@ -70,6 +70,7 @@ def test_from_start_to_end(tmp_path: Path) -> None:
     assert found["tests"]["exit"] in (0, 5), "the GPU tests can be collected"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from transformers import BertConfig, BertModel
 
 from infuse.weights import fill
 from tests.support.commands import PROMPT, run
 
 
+@pytest.mark.slow
 def test_a_sharded_folder_generates_what_the_original_does(folder, tmp_path, monkeypatch):  # noqa: F811
     out, err = run("shard", folder, tmp_path / "out", "--dtype", "float32", "--quant", "int8:32", "--device", "cpu")
     assert "int8:32" in out and "block" in out and f"MB in {tmp_path / 'out'}" in err.replace("\n", "")

@@ -64,6 +64,7 @@ def operations(recorded: CompileCounterWithBackend | ExportedProgram) -> set[str
     return {str(node.target) for graph in graphs for node in graph.nodes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_one_graph_serves_batches_of_any_length(name: str) -> None:
     original, model = pair(name)

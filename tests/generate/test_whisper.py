@@ -320,6 +320,7 @@ def near(original: Any) -> Any:
     return assistant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("injects", [False, True])
 @pytest.mark.parametrize("frames", [FRAMES, 330])
 def test_an_assistant(injects: bool, frames: int) -> None:

@@ -176,6 +176,7 @@ def evicting(limits: tuple[int, int]) -> tuple[list[int], tuple[int, int, int]]:
         return [bucket.batch for bucket in buckets.idle], counts(backend)
 
 
+@pytest.mark.slow
 def test_the_least_room_of_any_rank_bounds_all(ranks: Ranks) -> None:
     first, second = ranks.run(2, evicting, (3, 1))
     assert first == second == ([3], first[1]) and first[1][0] > 3

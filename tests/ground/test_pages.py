@@ -40,6 +40,7 @@ def test_what_is_small_and_fits_is_not_copied() -> None:
     assert memory.copied(source, torch.float32) is source
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_pages_are_given() -> None:
     """As many as the system has: what asks for itself just before and just after must have got them, too."""

@@ -49,6 +49,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "keys"), [
     ("llama", {}), ("mixtral", dict(replace_with_kernel_inject=False)), ("qwen2-moe", {}), ("bert", {}),
     ("llama", dict(dtype="bf16", replace_with_kernel_inject=False)),

@@ -67,6 +67,7 @@ def resized_on_rank(name: str) -> tuple[str, bool]:
     return str(refused.value), torch.equal(model(PROMPT).logits, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # gemma3: only the head is split
 def test_a_vocabulary_that_ranks_share_keeps_its_size(name: str, ranks: Ranks) -> None:
     """A head of which a rank holds some rows used to get random ones for the others."""

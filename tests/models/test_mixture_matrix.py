@@ -298,6 +298,7 @@ def on_rank(name: str, tp: int, ep: int) -> tuple[Tensor, Tensor, list[str]]:
     return first(engine, given), tokens(engine, given, do_sample=False), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), OVER_RANKS)
 def test_ranks(name: str, way: str, ranks: Ranks) -> None:
     size, tp, ep = WAYS[way]

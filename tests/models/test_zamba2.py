@@ -102,6 +102,7 @@ def on_rank() -> tuple[Tensor, Tensor, int]:
     return logits(engine), engine.generate(**inputs(ZAMBA2), max_new_tokens=5, do_sample=False), count
 
 
+@pytest.mark.slow
 def test_ranks_share_the_state_spaces(ranks: Ranks) -> None:
     found = ranks.run(2, on_rank)
     original: Any = ZAMBA2.make()

@@ -107,6 +107,7 @@ def test_a_failure_is_told_once_and_tried_again_when_something_changed(compiler:
     assert first_use.kept() is not None
 
 
+@pytest.mark.slow
 def test_infuse_build_builds_and_the_next_process_finds_it(compiler: Path, installed: Path) -> None:
     out, err = end(
         start(installed, "import sys; sys.argv = ['infuse', 'build']; from infuse_cli.app import app; app()")
@@ -115,6 +116,7 @@ def test_infuse_build_builds_and_the_next_process_finds_it(compiler: Path, insta
     assert end(start(installed, USE)) == (f"{native.isa()}\n", "") and links(compiler) == 1
 
 
+@pytest.mark.slow
 def test_infuse_build_tries_again(compiler: Path) -> None:
     compiler.with_name("BROKEN").touch()
     with pytest.warns(UserWarning):

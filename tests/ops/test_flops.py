@@ -25,8 +25,11 @@ print(flops._waiting in sys.meta_path)
     "imports",
     [
         "import infuse\nimport torch.utils.flop_counter",
-        "import torch.utils.flop_counter\nimport infuse",
-        "import infuse\nfrom importlib import import_module; import_module('torch.utils.flop_counter')",
+        pytest.param("import torch.utils.flop_counter\nimport infuse", marks=pytest.mark.slow),
+        pytest.param(
+            "import infuse\nfrom importlib import import_module; import_module('torch.utils.flop_counter')",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_formulas_reach_the_counter(imports: str) -> None:

@@ -68,6 +68,7 @@ def is_absent(who: list[int], how: str, keeper: int | None) -> None:
         meeting.wait([f"over {rank}" for rank in range(group.size) if rank not in who], timedelta(seconds=60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [[1], [0], [0, 2]], ids=lambda who: f"rank {who}")
 def test_ranks_that_sleep_are_named(ranks: Ranks, who: list[int]) -> None:
     found = ranks.run_expecting_errors(3, is_absent, who, "sleeping", None)
@@ -81,6 +82,7 @@ def test_ranks_that_sleep_are_named(ranks: Ranks, who: list[int]) -> None:
     assert all(found[rank] is None for rank in who)
 
 
+@pytest.mark.slow
 def test_ranks_give_up_together(ranks: Ranks) -> None:
     found = ranks.run_expecting_errors(3, comes_later)
     assert str(found[0]).endswith(": rank 1 did not come within 60 s; ranks 0, 2 wait"), found
@@ -95,6 +97,7 @@ def test_fewer_ranks_meet_anew_at_once(ranks: Ranks) -> None:
     assert ranks.run(2, dist.get_world_size, timeout=30) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [1, 0])
 def test_a_rank_that_was_killed_on_another_host_is_named(ranks: Ranks, who: int) -> None:
     found = ranks.run_expecting_errors(3, is_absent, [who], "killed", None)
@@ -142,6 +145,7 @@ def waits_elsewhere() -> tuple[list[int], str] | None:
     return None
 
 
+@pytest.mark.slow
 def test_who_waits_elsewhere_and_who_does_so_no_more(ranks: Ranks) -> None:
     assert ranks.run(4, waits_elsewhere)[0] == (
         [2],

@@ -75,6 +75,7 @@ def joined(ep: Any, tp: Any, ep_mp: Any, numbers: dict[str, int]) -> Mesh | str:
 LINES, COLUMNS, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ep", "tp", "ep_mp", "numbers", "wanted"), [
     (LINES, None, None, {}, [Mesh(ep=2, ep_rank=rank % 2) for rank in range(4)]),
     (LINES, None, COLUMNS, {}, list(Mesh(tp=2, ep=2).ranks())),

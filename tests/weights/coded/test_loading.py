@@ -301,6 +301,7 @@ def of_rank(folder: str) -> list[tuple[Tensor, str]]:
     return [(logits(engine), str(engine.plan)) for engine in engines]
 
 
+@pytest.mark.slow
 def test_two_ranks_take_their_parts(tmp_path: Path, ranks: Ranks) -> None:
     exact = [logits(with_values(llama(), publish(tmp_path / name, BY_CASE[name], llama()))) for name in TAKEN_BY_RANKS]
     for of_all in ranks.run(2, of_rank, str(tmp_path)):
