@@ -60,7 +60,7 @@ class Folder:
     name: str
 
     def read(self, identity: str) -> bytes | None:
-        """What was written for an identity; None if there is nothing, or nothing whole."""
+        """Return the content written for an identity; None if there is none, or it is not whole."""
         for folder in self._places():
             with suppress(OSError):
                 found = (folder / f"{id_of(identity)}{_SUFFIX}").read_bytes()
@@ -112,7 +112,7 @@ def _file(identity: str, content: bytes) -> bytes:
 
 
 def _keep_newest(folder: Path) -> None:
-    files = list(folder.glob(f"*{_SUFFIX}"))
+    files = list(folder.iterdir())  # also parts of files that killed processes left
     if len(files) > MOST:
         files.sort(key=lambda file: file.stat().st_mtime)
         for file in files[: len(files) - MOST]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import platform
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -22,17 +20,12 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from infuse import native
+from infuse.checksum import crc32
 from infuse.device import Device
 from infuse.modes import is_plain
-
-crc32: Callable[..., int] = zlib.crc32
-if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64"):
-    from isal import isal_zlib
-
-    crc32 = isal_zlib.crc32  # ten times as fast
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _PLAIN = (*_NUMBERS, Enum, torch.dtype, torch.device, torch.Size)
@@ -53,7 +46,7 @@ class Code:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
+        self._known: dict[Any, str] = {}
         self._configs: dict[int, tuple[Any, str]] = {}  # by id of the config, which is kept alive here
 
     def __call__(self, value: Any) -> Any:
@@ -97,10 +90,11 @@ class Code:
 
     def of_class(self, cls: type) -> Any:
         """The code of a class and of its bases; of libraries' bases only what others have put into them."""
-        if cls not in self._known:
-            self._known[cls] = _name(cls)  # where it names itself
-            self._known[cls] = _name(cls), digest([self._own(kind) for kind in cls.__mro__ if kind is not object])
-        return self._known[cls]
+
+        def told() -> Any:
+            return [self._own(kind) for kind in cls.__mro__ if kind is not object]
+
+        return _name(cls), self._once(cls, _name(cls), told)
 
     def _own(self, kind: type) -> list[tuple[str, Any]]:
         named = ((name, value) for name, value in sorted(vars(kind).items()) if name not in _OF_CLASSES)
@@ -116,14 +110,26 @@ class Code:
     def _of_function(self, function: FunctionType) -> Any:
         if _is_around(_module_of(function)):
             return f"{_module_of(function)}.{function.__qualname__}"
-        if function not in self._known:
-            self._known[function] = function.__qualname__  # where it calls itself
+
+        def told() -> Any:
             inside = [(name, self.or_class(value)) for name, value in _enclosed(function)]
             defaults = self.or_class(function.__defaults__), self.or_class(function.__kwdefaults__)
             named = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
             around = [(name, self.or_class(value)) for name, value in named if not isinstance(value, ModuleType)]
-            self._known[function] = digest(self._of_code(function.__code__), inside, defaults, around)
-        return self._known[function]
+            return self._of_code(function.__code__), inside, defaults, around
+
+        return self._once(function, function.__qualname__, told)
+
+    def _once(self, key: Any, name: str, told: Callable[[], Any]) -> str:
+        """The digest of what is told of a class or function; its `name` where it comes across itself meanwhile."""
+        if key not in self._known:
+            self._known[key] = name
+            try:
+                self._known[key] = digest(told())
+            except BaseException:
+                del self._known[key]  # the name alone would pass for all of it
+                raise
+        return self._known[key]
 
     def _of_code(self, code: CodeType) -> tuple:
         constants = [self(constant) for constant in code.co_consts]
@@ -170,10 +176,14 @@ def of_machine(device: torch.device) -> tuple:
 
 def checksum(tensor: Tensor) -> tuple:
     """Shape, dtype and CRC-32 of a tensor's values."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not is_plain(tensor):
+    return tuple(tensor.shape), str(tensor.dtype), sum_of(tensor)
+
+
+def sum_of(tensor: Tensor, before: int = 0) -> int:
+    """CRC-32 of a tensor's values, after those whose CRC-32 is `before`."""
+    if not is_plain(tensor):
         raise Unknown(f"a tensor of {type(tensor).__name__}, or without values")
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return tuple(tensor.shape), str(tensor.dtype), crc32(values.numpy())
+    return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), before)
 
 
 def digest(*values: Any) -> str:

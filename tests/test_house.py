@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
         "cache_folder",
+        "checksum",
         "identity",
         "cache_names",
         "authors",

@@ -57,5 +57,5 @@ class Receipts:
             RECEIPTS.write(identity, date.today().isoformat().encode())
 
     def texts(self) -> tuple[str, ...]:
-        """What the plan says of proofs that did not run."""
+        """Name the proofs that did not run, with the day and the receipt of each, for the plan."""
         return tuple(f"{path} on {day}, receipt {id_of(self._of_steps[path])}" for path, day in self._days.items())

@@ -1,4 +1,4 @@
-"""shown_outside: the module around the one that a part stands for, such as BERT's `attention` around its `self`.
+"""Stands in for the module around the one that a part replaces, such as BERT's `attention` around its `self`.
 
 The part is called as the inner module was. Nothing calls the outer one, so what would listen to it is refused.
 """

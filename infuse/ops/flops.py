@@ -1,4 +1,4 @@
-"""How many operations the products of our ops take, for torch.utils.flop_counter.
+"""Formulas of the operations in our ops' products, for torch.utils.flop_counter.
 
 That module imports Triton, so formulas wait until somebody imports it.
 """
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -23,15 +22,17 @@ class _UntilImported(MetaPathFinder):
         self.formulas: dict[Any, Callable[..., int]] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _COUNTER or self not in sys.meta_path:
+        if name != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None and spec.loader is not None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            sys.meta_path.remove(self)
             for op, formula in self.formulas.items():
                 module.register_flop_formula(op)(formula)
 

@@ -167,7 +167,7 @@ def title(plan: Plan) -> str:
 
 
 def _first_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """What is gained: how much is replaced, and the memory before and after."""
+    """Say what is gained: how much is replaced, and the memory before and after."""
     counts = Counter(step.depth for step in plan.steps)
     if counts:
         yield "replaced", "", ", ".join(f"{count} {_DEPTHS[depth][count > 1]}" for depth, count in counts.items()), ""
@@ -190,8 +190,8 @@ def _step_rows(plan: Plan) -> list[tuple[str, ...]]:
 def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Kind, path, text and body of the modules left alone, of declined bodies, of notes and of the memory."""
     yield from grouped([("left", left.path, left.why, "") for left in plan.left if left.why != OUTSIDE])
-    if outside := [left.path for left in plan.left if left.why == OUTSIDE]:
-        yield "left", "", f"tables and norms outside of the layers: {', '.join(outside)}", ""
+    if outside := grouped([("", left.path) for left in plan.left if left.why == OUTSIDE]):
+        yield "left", "", f"tables and norms outside of replaced layers: {', '.join(path for _, path in outside)}", ""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, body, reason in plan.declined:
         by_reason.setdefault((body, reason), []).append(name)

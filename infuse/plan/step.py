@@ -122,7 +122,7 @@ class Step:
         return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in self.made)
 
 
-OUTSIDE = "a table or a norm outside of the layers"  # what nobody expects to be replaced
+OUTSIDE = "a table or a norm outside of replaced layers"  # what nobody expects to be replaced
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ machine, and the values of the module that is proven. A proof without an identit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from infuse import architectures
 from infuse.config.inference import InferenceConfig
-from infuse.identity import Code, Unknown, checksum, digest, of_infuse, of_machine
+from infuse.identity import Code, Unknown, checksum, digest, of_infuse, of_machine, sum_of
 from infuse.layers import parts
 from infuse.plan.digest import digest_of
 from infuse.plan.found import traits
@@ -22,8 +23,8 @@ from infuse.plan.step import Step
 from infuse.quant import parse
 from infuse.reading.calls import attention_function
 from infuse.weights import foreign
-from infuse.weights.lazy import Lookup
-from infuse.weights.loader import LayerSource
+from infuse.weights.lazy import LazyTensor, Lookup
+from infuse.weights.loader import PART_VALUES, LayerSource
 
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
@@ -82,13 +83,34 @@ class Identities:
 
 
 def _of_stored(tensors: Lookup, name: str) -> tuple:
-    """The same of a tensor of a checkpoint, in the form in which it is stored."""
+    """Describe a tensor of a checkpoint in the form in which it is stored."""
     try:
         tensor = tensors(name)
     except KeyError:
         raise Unknown(f"{name}, which the checkpoint has not under this name") from None
     if tensor.coded is None:
-        return checksum(tensor.read())
+        return tuple(_sums({name: tensor}))
     coded = tensor.coded
     order = None if coded.order is None else coded.order.digest
-    return coded.format, order, [(name, *checksum(buffer.read())) for name, buffer in sorted(coded.buffers.items())]
+    return coded.format, order, _sums(coded.buffers)
+
+
+def _sums(tensors: Mapping[str, LazyTensor]) -> list[tuple]:
+    """Shape, dtype and CRC-32 of each tensor. They are read side by side in parts of rows, so that no large one is in
+    memory whole, and that a conversion which gives several at once runs once.
+    """
+    sums = dict.fromkeys(sorted(tensors), 0)
+    for part in _parts([tensor.shape for tensor in tensors.values()]):
+        for name in sums:
+            sums[name] = sum_of(tensors[name].read(part), sums[name])
+    return [(name, tuple(tensors[name].shape), str(tensors[name].dtype), value) for name, value in sums.items()]
+
+
+def _parts(shapes: Sequence[tuple[int, ...]]) -> list[tuple[slice, ...]]:
+    """Slices of rows of about PART_VALUES values of the largest of these; one part if not all have the same rows."""
+    rows = {shape[0] if shape else None for shape in shapes}
+    count = rows.pop()
+    if rows or not count:
+        return [()]
+    step = max(1, PART_VALUES * count // max(math.prod(shape) for shape in shapes))
+    return [(slice(start, min(start + step, count)),) for start in range(0, count, step)]

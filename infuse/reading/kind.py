@@ -59,9 +59,9 @@ class Kind:
         layer, calls = self._read
         self._read = None
         identity = self._identity()
-        if identity is not None and (kept := READINGS.read(identity)) is not None:
-            return pickle.loads(kept)
-        found: Bound | SpecMismatch
+        found = None if identity is None else _kept(identity)
+        if found is not None:
+            return found
         try:
             found = read(layer, calls)
         except SpecMismatch as mismatch:
@@ -83,6 +83,18 @@ class Kind:
         except Exception as error:  # attributes of the user's may raise anything
             log.debug("%s is read in each process: %s", self._name, in_brief(error))
             return None
+
+
+def _kept(identity: str) -> Bound | SpecMismatch | None:
+    """What an earlier process read. The file is trusted as the kernels beside it are."""
+    kept = READINGS.read(identity)
+    if kept is None:
+        return None
+    try:
+        return pickle.loads(kept)
+    except Exception as error:  # it is read anew
+        log.debug("a reading that was kept cannot be used: %s", in_brief(error))
+        return None
 
 
 @lru_cache(maxsize=512)

@@ -24,6 +24,7 @@ from infuse.proof import compare, identities
 from infuse.quant import parse
 from infuse.reading import kind
 from infuse.weights import foreign
+from infuse.weights.lazy import InMemory
 from tests.models.families import BY_NAME
 from tests.support import gguf_files, quantized_files
 from tests.support.commands import run
@@ -493,6 +494,56 @@ def test_what_raises_is_proven(proofs: list[str], folder: Path) -> None:
             vars(model.get_submodule(path))["mine"] = Raises()
             replaced(model)
             assert proofs and not folder.exists()
+
+
+MINE: Any = None
+
+
+def names_mine() -> Any:
+    return MINE
+
+
+def test_code_that_could_not_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing half told is kept: the name of a function alone would pass for its code."""
+    text = identity.Code()
+    monkeypatch.setitem(globals(), "MINE", Raises())
+    for value in (names_mine, names_mine, type("Mine", (), {"run": names_mine})):
+        with pytest.raises(RuntimeError, match="made up"):
+            text(value)
+    monkeypatch.setitem(globals(), "MINE", 1)
+    assert text(names_mine) == identity.Code()(names_mine)
+
+
+class Rows(InMemory):
+    """Counts the rows that are read at once."""
+
+    most = 0
+
+    def read(self, part: Any = ()) -> torch.Tensor:
+        found = super().read(part)
+        Rows.most = max(Rows.most, len(found) if found.dim() else 1)
+        return found
+
+
+def test_large_tensors_of_files_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: Rows(torch.randn(23, width).bfloat16()) for name, width in (("data", 32), ("scale", 2))}
+    whole = identities._sums(tensors)
+    assert Rows.most == 23
+    monkeypatch.setattr(identities, "PART_VALUES", 5 * 32)
+    Rows.most = 0
+    assert identities._sums(tensors) == whole and Rows.most == 5
+    apart = {"data": tensors["data"], "scale": Rows(torch.tensor(1.0)), "none": Rows(torch.empty(0, 3))}
+    assert [sums[:2] for sums in identities._sums(apart)] == [("data", (23, 32)), ("none", (0, 3)), ("scale", ())]
+    one_byte(tensors["data"].tensor)
+    assert identities._sums(tensors) != whole
+
+
+def test_a_reading_that_cannot_be_used_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind.read_once.cache_clear()
+    first = str(replaced(made("qwen2")).plan)
+    monkeypatch.setattr(type(READINGS), "read", lambda folder, identity: b"no pickle" if folder is READINGS else None)
+    kind.read_once.cache_clear()
+    assert str(replaced(made("qwen2")).plan) == first
 
 
 def test_values_without_a_text() -> None:

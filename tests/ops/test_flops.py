@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 COUNTED = """
 import torch
 x, weight = torch.randn(3, 8), torch.randn(5, 8)
+import torch.utils.flop_counter
 with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
     torch.ops.infuse.linear(x, weight, None, "", body="reference")
 print(counter.get_total_flops())
@@ -24,6 +25,8 @@ print(flops._waiting in sys.meta_path)
 @pytest.mark.parametrize(
     "imports",
     [
+        # looked for, not imported
+        "import infuse\nfrom importlib.util import find_spec; find_spec('torch.utils.flop_counter')",
         "import infuse\nimport torch.utils.flop_counter",
         pytest.param("import torch.utils.flop_counter\nimport infuse", marks=pytest.mark.slow),
         pytest.param(

@@ -119,6 +119,8 @@ def measured(folders: dict[str, Path]) -> list[list[dict[str, int]]]:
         "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+        "INFUSE_RECEIPTS": "1",
+        "INFUSE_CACHE_DIR": str(folders["bin"] / "cache"),
     }
     command = [sys.executable, "-c", LOADS, *map(json.dumps, (loads, SHAPE, SMALL))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
