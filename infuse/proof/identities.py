@@ -54,20 +54,14 @@ class Identities:
         return digest(self._around, step.path, digest_of(step.likeness), alike, inside, values)
 
     def _of_model(self) -> tuple:
-        """All modules with their classes and those of their attributes that have a text; configs; attention."""
+        """All modules with their classes and those of their attributes that have a text, configs too; attention."""
         model: Any = self._model
         modules = [(path, type(module).__qualname__) for path, module in model.named_modules()]
         classes = [self._code.of_class(cls) for cls in dict.fromkeys(type(module) for module in model.modules())]
         attributes = [self._attributes(module, lenient=True) for module in model.modules()]
         configs = {id(one): one for one in (vars(module).get("config") for module in model.modules())}
-        attention = [attention_function(config) for config in configs.values()]
-        return (
-            modules,
-            classes,
-            attributes,
-            [self._code(config) for config in configs.values()],
-            self._code(attention),
-        )
+        attention = [self._code(attention_function(config)) for config in configs.values()]
+        return modules, classes, attributes, attention
 
     def _attributes(self, module: nn.Module, lenient: bool = False) -> list[tuple[str, Any]]:
         named = ((name, value) for name, value in sorted(vars(module).items()) if name not in _OF_MODULES)
