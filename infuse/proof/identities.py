@@ -48,10 +48,11 @@ class Identities:
     def of(self, step: Step) -> str:
         """The identity of a step's proof, 64 hexadecimal digits. Unknown names what has none."""
         module = self._model.get_submodule(step.path)
-        inside = [self._attributes(inner) for inner in module.modules()]
+        for inner in module.modules():
+            self._attributes(inner)  # raises Unknown where the model's text has only an attribute's class
         alike = self._code(traits(self._model, step.path, is_called=step.is_called))
         values = list(self._values(step.path, module))
-        return digest(self._around, step.path, digest_of(step.likeness), alike, inside, values)
+        return digest(self._around, step.path, digest_of(step.likeness), alike, values)
 
     def _of_model(self) -> tuple:
         """All modules with their classes and those of their attributes that have a text, configs too; attention."""
