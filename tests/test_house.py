@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "authors",
         "interrupts",
         "logs",
+        "neighbours",
         "activations",
         "routing",
         "device",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infuse import interrupts
+from infuse import interrupts, neighbours
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values, not_taken, take_codes
 from infuse.apply.load import planned as planned_load
@@ -131,7 +131,7 @@ class InferenceEngine(NamedAsHeld, nn.Module):
         if save_path:
             with self.group.on_all_or_none("init_inference"):
                 check_folder(save_path)
-        with progress_bars(settings.progress) as progress:
+        with neighbours.noticed(self.group.size), progress_bars(settings.progress) as progress:
             with interrupts.held_back():  # until the model is complete
                 codes = codes_in(model) if source is None else None
                 if isinstance(codes, CodesInModel):

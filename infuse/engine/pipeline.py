@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from infuse import interrupts
+from infuse import interrupts, neighbours
 from infuse.apply.apply import Progress
 from infuse.apply.images import with_equal_images
 from infuse.apply.restore import Modes
@@ -123,7 +123,8 @@ class PipelineEngine(NamedAsHeld):
         modes = {name: Modes.of(model) for name, model in models.items()}
         device = Device.of(settings.device or device_of(*models.values())).torch_device
         mesh, group = join(settings.ranks, device, settings.tensor_parallel.timeout_s)
-        with progress_bars(settings.progress) as progress, interrupts.held_back():
+        bars, busy = progress_bars(settings.progress), neighbours.noticed(group.size)
+        with busy, bars as progress, interrupts.held_back():
             with group.on_all_or_none("init_inference"):
                 # a wrong key shows before any proof
                 plans = {name: planned(model, settings, mesh, in_pipeline=True) for name, model in models.items()}

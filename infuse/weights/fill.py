@@ -18,7 +18,8 @@ from infuse.architectures.packing import STACK, Fill, StackedExperts, spans
 from infuse.architectures.part import named
 from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span
-from infuse.quant.format import Buffer, QuantizedWeight
+from infuse.quant.format import Buffer, QuantFormat, QuantizedWeight
+from infuse.quant.integer import IntegerFormat
 from infuse.quant.parse import quant_format
 from infuse.weights.lazy import (
     Flat,
@@ -37,6 +38,7 @@ from infuse.weights.stacked_experts import TallMatrix, shared_experts
 
 # Values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
 PART_VALUES = 1 << 20
+SAVED_BYTES = 1 << 24  # of a matrix that was saved in its format, read at a time
 
 
 def moves(fill: Fill) -> bool:
@@ -275,17 +277,33 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
                 place.hold_stored(matrix.tensors, matrix.layout, matrix.device, matrix.first_use)
                 continue
         wanted = saved_tensors(module, path, [fill])
-        tensors = {name.rpartition(".")[2]: source.saved(name, part).read() for name, part in wanted.items()}
+        stored = {name.rpartition(".")[2]: source.saved(name, part) for name, part in wanted.items()}
         if fill.format is not None:
-            shape = (place.out_features, place.in_features)
-            place.hold([QuantizedWeight.of(tensors, shape, quant_format(fill.format))])
-            if fill.ordered:
-                place.hold_order(tensors[ORDER])
-        elif leaf in tensors and leaf in place._buffers:
+            order = stored.pop(ORDER, None)
+            place.hold(_saved_weight(place, quant_format(fill.format), stored))
+            if order is not None:
+                place.hold_order(order.read())
+            continue
+        tensors = {name: tensor.read() for name, tensor in stored.items()}
+        if leaf in tensors and leaf in place._buffers:
             place._buffers[leaf] = tensors[leaf]
         elif tensors:
             value = tensors[leaf].to(torch.float32 if fill.exact else dtype)
             place._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+def _saved_weight(place: Any, format: QuantFormat, stored: Mapping[str, LazyTensor]) -> Iterator[QuantizedWeight]:
+    """Read a saved matrix in parts of its rows, if it is laid out anew: a whole one is first touched in new pages."""
+    outputs, inputs = place.out_features, place.in_features
+    parts = place.part_rows if isinstance(format, IntegerFormat) else None  # others may have codes that are declined
+    step = outputs
+    if parts is not None:
+        step = max(parts, SAVED_BYTES // max(format.nbytes(1, inputs), 1) // parts * parts)
+    for first in range(0, max(outputs, 1), max(step, 1)):
+        rows = slice(first, min(first + step, outputs))
+        whole = rows == slice(0, outputs)
+        tensors = {name: tensor.read(() if whole else (rows,)) for name, tensor in stored.items()}
+        yield QuantizedWeight.of(tensors, (rows.stop - rows.start, inputs), format)
 
 
 def saved_tensors(

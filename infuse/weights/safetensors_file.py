@@ -171,12 +171,23 @@ class SafetensorsFile:
             first * inner + sum(i * stride for i, stride in zip(index, strides, strict=True))
             for index in itertools.product(*(range(*bound) for bound in bounds[:cut]))
         ]
-        self.check(name, places[0], places[-1] + length)
+        if len(places) > 1:
+            self.check(name, places[0], places[-1] + length)
         for run, place in enumerate(places):
             self._fill_run(memory[run * length : (run + 1) * length], name, place)
 
     def _fill_run(self, memory: memoryview, name: str, at: int) -> None:
-        _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), len(memory))
+        """Fill `memory` with the bytes of a tensor from `at` on. Blocks that are read whole are read once."""
+        offset, nbytes = at % BLOCK_BYTES, self._nbytes(name)
+
+        def fill(first: int, stop: int) -> None:
+            part, start = memory[max(first - offset, 0) : stop - offset], at + max(first - offset, 0)
+            if start % BLOCK_BYTES == 0 and len(part) == min(BLOCK_BYTES, nbytes - start):
+                return self._fill_block(part, name, start)
+            self.check(name, start, start + len(part))
+            return self._fill(part, name, start)
+
+        _by_blocks(fill, offset + len(memory))
 
     def check(self, name: str, start: int, stop: int) -> None:
         """Check the blocks that contain these bytes of a tensor, unless they were already checked."""

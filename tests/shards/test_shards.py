@@ -17,14 +17,15 @@ from torch import nn
 import infuse
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.bytes import parameter_bytes
+from infuse.quant.format import QuantizedWeight
 from infuse.quant.integer import IntegerFormat
 from infuse.shards.files import Bundle, write_safetensors
 from infuse.shards.index import FORMAT, SEAL
-from infuse.weights import safetensors_file
+from infuse.weights import fill, safetensors_file
 from infuse.weights.names import placed
 from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
 from tests.models.families import BY_NAME
-from tests.support.checkpoints import changed, on_meta, outputs, refused, state_of, truncate
+from tests.support.checkpoints import changed, loaded, on_meta, outputs, refused, state_of, truncate
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 FORMATS = [
@@ -288,6 +289,43 @@ def test_blocks_of_a_tensor_are_checked_once(tmp_path: Path, monkeypatch: pytest
     for part in ((), (slice(29, 30),), (slice(0, 30), slice(5, 6)), (slice(0, 30), slice(0, 20))):
         with pytest.raises(infuse.CheckpointError, match="the checksum of its bytes from 2304 on differs"):
             opened().read("x", part)
+
+
+def test_parts_in_a_row_read_their_blocks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those at the ends of parts, of which the first reader checks all and the next one reads its bytes."""
+    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 256)
+    values = torch.arange(600.0).reshape(30, 20)  # 80 bytes a row: blocks end inside rows
+    write_safetensors(tmp_path / "a.safetensors", [Bundle(("x",), lambda: (values,))])
+    file = SafetensorsFile(tmp_path / "a.safetensors", {"x": block_checksums(bytes_of(values))})
+    read, counts = os.preadv, list[int]()
+
+    def counted(file: int, buffers: list[memoryview], at: int) -> int:
+        counts.append(len(buffers[0]))
+        return read(file, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for first in range(0, 30, 10):
+        assert torch.equal(file.read("x", (slice(first, first + 10),)), values[first : first + 10])
+    # Rows 10 and 20 begin in blocks 3 and 6 at bytes 32 and 64: these are read once for their checksums, beside their
+    # bytes in both parts.
+    assert sum(counts) == values.nbytes + 2 * 256
+
+
+def test_a_matrix_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same tensors as one that is read whole: laid out by the kernels part by part."""
+    folder = str(tmp_path / "shards")
+    infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", quant="int8:16", save_mp_checkpoint_path=folder)
+    whole = loaded("llama", folder).module
+    if not any(module.part_rows for module in whole.modules() if isinstance(module, QuantizedLinear)):
+        pytest.skip("without kernels matrices are stored as they are")
+    monkeypatch.setattr(fill, "SAVED_BYTES", 1024)
+    parts: list[int] = []
+    of = QuantizedWeight.of
+    monkeypatch.setattr(QuantizedWeight, "of", lambda *given: parts.append(given[1][0]) or of(*given))
+    again = loaded("llama", folder).module
+    assert len(parts) > 2 * sum(isinstance(module, QuantizedLinear) for module in again.modules())
+    for (name, one), (other, two) in zip(whole.named_buffers(), again.named_buffers(), strict=True):
+        assert name == other and torch.equal(one, two), name
 
 
 def test_shards_without_checksums_are_refused(tmp_path: Path) -> None:
