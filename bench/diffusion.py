@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import infuse
-from infuse.memory import channels_last
+from infuse.ground.memory import channels_last
 from infuse.profile.probe import matmul_rate
 from report import in_turns, markdown, show
 

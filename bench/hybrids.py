@@ -34,8 +34,8 @@ from torch import Tensor
 import infuse
 from hub import PEERS as HUB_PEERS
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.moe import MoEShape
-from infuse.architectures.short_conv import ShortConvShape
+from infuse.architectures.parts.moe import MoEShape
+from infuse.architectures.parts.short_conv import ShortConvShape
 from infuse.profile.probe import MemoryReader, matmul_rate
 from infuse_cli.gguf_file import read_gguf_config
 from peers import PROGRAM, Peer, ours, prefill

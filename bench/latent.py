@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 import infuse
-from infuse.cache_names import CACHE
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
+from infuse.ground.cache_names import CACHE
 from report import in_turns, markdown, show
 
 HIDDEN = 2048

@@ -23,7 +23,7 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse import memory
+from infuse.ground import memory
 from infuse.plan.bytes import parameter_bytes
 from models import SHAPES, made
 from report import markdown, memory_bytes, show

@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 import infuse
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import MemoryReader
 from models import SHAPES, made

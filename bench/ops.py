@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.ops import REFERENCE, Case, Op, registered
 from infuse.profile.probe import Bandwidth, MemoryReader, matmul_rate, read_bandwidth
 from llama_cases import LLAMA_CASES

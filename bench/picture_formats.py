@@ -25,7 +25,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 import infuse
 from diffusion import CASES, DTYPE, empty
-from infuse.memory import channels_last
+from infuse.ground.memory import channels_last
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import matmul_rate
 from report import markdown, show

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.profile.probe import matmul_rate, read_bandwidth
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -26,9 +26,9 @@ import torch
 import transformers
 
 import infuse
-from infuse.device import cpu_features
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.loop import CACHE_NAME
-from infuse.layers.cache import KVCache
+from infuse.ground.device import cpu_features
 from infuse.plan.formats import matrices_made, quantized_bytes
 from infuse.plan.plan import Plan
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import infuse
-from infuse.device import cpu_features
+from infuse.ground.device import cpu_features
 from infuse.native import isa
 from infuse.profile.probe import Bandwidth, instruction_rates, matmul_rate
 

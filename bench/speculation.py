@@ -22,8 +22,8 @@ import transformers
 from rich.table import Table
 
 import infuse
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.loop import CACHE_NAME
-from infuse.layers.cache import KVCache
 from infuse.native import limits
 from infuse.profile.probe import MemoryReader
 from models import SHAPES

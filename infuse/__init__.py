@@ -11,7 +11,7 @@ gc.disable()  # nothing that is imported is garbage: searches for some took a th
 try:
     from infuse.config.inference import InferenceConfig
     from infuse.engine import InferenceEngine, explain, inference, init_inference, plan, restore
-    from infuse.errors import (
+    from infuse.ground.errors import (
         CheckpointError,
         ConfigError,
         ContextLimitError,

@@ -324,7 +324,7 @@ def build(
 def clear_cache() -> None:
     """Remove receipts of proofs and readings of layers, so that each is proven and read anew. Built kernels stay."""
     with without_tracebacks():
-        from infuse.cache_folder import READINGS, RECEIPTS
+        from infuse.ground.cache_folder import READINGS, RECEIPTS
 
         print(f"{RECEIPTS.clear()} receipts and {READINGS.clear()} readings removed")
 
@@ -335,8 +335,8 @@ def env() -> None:
     with without_tracebacks():
         import torch
 
-        from infuse.cache_folder import READINGS, RECEIPTS
-        from infuse.device import Device
+        from infuse.ground.cache_folder import READINGS, RECEIPTS
+        from infuse.ground.device import Device
         from infuse.native import described
 
         table = Table("what", "found", show_header=False, box=None)

@@ -19,7 +19,7 @@ def gguf_files(model: Path) -> tuple[Path, ...]:
     """The files of the model that `model`, a file or a folder, is or holds; () if there are none. Exits if several."""
     if not (model.is_file() and model.suffix == SUFFIX) and not (model.is_dir() and any(model.glob(f"*{SUFFIX}"))):
         return ()
-    from infuse.errors import InfuseError
+    from infuse.ground.errors import InfuseError
     from infuse.weights.gguf.parts import all_parts, in_folder
 
     try:
@@ -35,7 +35,7 @@ def read_gguf_config(paths: tuple[Path, ...]) -> Any:
     """The config that the files describe, in the dtype of their plain matrices. Exits if it is none of transformers."""
     import transformers
 
-    from infuse.errors import InfuseError
+    from infuse.ground.errors import InfuseError
     from infuse.weights.gguf.config import config_values
     from infuse.weights.gguf.parts import open_parts
 
@@ -53,7 +53,7 @@ def read_gguf_config(paths: tuple[Path, ...]) -> Any:
 
 def dtype_of(paths: tuple[Path, ...]) -> torch.dtype:
     """The dtype of a model whose config does not say it."""
-    from infuse.errors import InfuseError
+    from infuse.ground.errors import InfuseError
     from infuse.weights.gguf.parts import open_parts
 
     try:
@@ -76,7 +76,7 @@ def read_gguf_tokenizer(paths: tuple[Path, ...]) -> Any:
     """The tokenizer and the chat template in the first file, as transformers reads them."""
     import transformers
 
-    from infuse.errors import InfuseError
+    from infuse.ground.errors import InfuseError
     from infuse.weights.gguf.file import GGUFFile
     from infuse.weights.gguf.vocabulary import check_vocabulary
 

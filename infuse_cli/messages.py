@@ -22,7 +22,7 @@ LAUNCHED = "INFUSE_LAUNCHED"  # set in the environment of ranks that `--tp` star
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
     """Print errors that a user can act on without a traceback; others keep theirs."""
-    from infuse.errors import ConfigError, InfuseError
+    from infuse.ground.errors import ConfigError, InfuseError
 
     try:
         yield

@@ -69,7 +69,7 @@ def _own_parameters(kind: Any, config: Any) -> list[str]:
 
 def _stored_modules(folder: Path) -> Set[str] | None:
     """The names of all tensors in the folder's files, and of the modules above them; None if they cannot be read."""
-    from infuse.errors import CheckpointError
+    from infuse.ground.errors import CheckpointError
     from infuse.weights.checkpoint import stored_names
 
     try:

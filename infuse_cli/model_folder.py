@@ -110,7 +110,7 @@ def empty_model(model_dir: Path, config: Any) -> Any:
 def plan_of_folder(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
     """The plan for the folder's model. Weights that lie there tell by their headers which matrices keep their codes."""
     import infuse
-    from infuse.errors import CheckpointError
+    from infuse.ground.errors import CheckpointError
 
     model = empty_model(model_dir, config)
     if not _has_weights(model_dir) and not _gguf(model_dir):
@@ -129,7 +129,7 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
     rank takes the model as transformers loads it.
     """
     import infuse
-    from infuse.errors import CheckpointError
+    from infuse.ground.errors import CheckpointError
 
     # Otherwise transformers takes the dtype of the first weight; of a quantized one it tells nothing.
     known = config.dtype is not None or bool(quantization(model_dir, config))

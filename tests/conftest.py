@@ -103,7 +103,7 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers without a written spec stay, as those do whose graphs have what no part has."""
-    from infuse.errors import SpecMismatch
+    from infuse.ground.errors import SpecMismatch
     from infuse.plan.readings import Readings
 
     def of(readings: Readings, path: str) -> None:

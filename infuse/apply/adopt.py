@@ -10,19 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from infuse.architectures.experts import experts_in
 from infuse.architectures.inner_call import InnerCall
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
+from infuse.architectures.parts.experts import experts_in
 from infuse.layers.block import Block
-from infuse.layers.experts import Experts
+from infuse.layers.calls.shown_outside import OUTER_CONFIG, shown_outside
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.linear import TransposedLinear
 from infuse.layers.mixer import Mixer
-from infuse.layers.moe import MoE
-from infuse.layers.named_experts import NamedExperts
+from infuse.layers.mixture.experts import Experts
+from infuse.layers.mixture.moe import MoE
+from infuse.layers.mixture.named_experts import NamedExperts
 from infuse.layers.replaced import ASK_BEFORE, KEEPS_LAYERS, Replaced
-from infuse.layers.shown_outside import OUTER_CONFIG, shown_outside
 from infuse.plan.step import Step
 from infuse.reading.inner_calls import in_rows, inner_calls
 from infuse.reading.keywords import unread_by

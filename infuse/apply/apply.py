@@ -14,20 +14,20 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from infuse import memory
 from infuse.apply.build import Builder
 from infuse.apply.kinds import work_of
 from infuse.apply.prove import Proofs, Verdict
 from infuse.apply.restore import BEFORE, Before
 from infuse.apply.swap import Swaps
 from infuse.apply.trial import Trial
-from infuse.architectures.quantized_elsewhere import quantized_by
+from infuse.architectures.foreign.quantized_elsewhere import quantized_by
+from infuse.cache.slot import Filler
 from infuse.config.inference import InferenceConfig
-from infuse.dtype_cast import cast_buffers, parameters_to_cast
-from infuse.errors import InfuseError, in_brief
+from infuse.ground import memory
+from infuse.ground.dtype_cast import cast_buffers, parameters_to_cast
+from infuse.ground.errors import InfuseError, in_brief
+from infuse.ground.lookups import lookups_in_range
 from infuse.layers.mixer import Mixer
-from infuse.layers.slot import Filler
-from infuse.lookups import lookups_in_range
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse.architectures.deepspeed import RoutedShape
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.foreign.deepspeed import RoutedShape
+from infuse.architectures.foreign.plain import EmbeddingShape, LinearShape
+from infuse.architectures.foreign.split import SplitShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.part import ROW
-from infuse.architectures.plain import EmbeddingShape, LinearShape
-from infuse.architectures.split import SplitShape
+from infuse.architectures.parts.experts import ExpertsShape
 from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
-from infuse.layers.called_experts import CALLED
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import make_linear
+from infuse.layers.mixture.called_experts import CALLED
+from infuse.layers.mixture.routed import Routed
 from infuse.layers.parts import make_part
-from infuse.layers.routed import Routed
 from infuse.parallel.group import Group
 from infuse.plan.step import Step
 

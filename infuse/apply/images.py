@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import interrupts
 from infuse.apply.apply import Proven
 from infuse.apply.build import Builder
-from infuse.dtype_cast import in_dtype, kept_in_float32
-from infuse.errors import CheckpointError, ProofError, RankError, in_brief
+from infuse.ground import interrupts
+from infuse.ground.dtype_cast import in_dtype, kept_in_float32
+from infuse.ground.errors import CheckpointError, ProofError, RankError, in_brief
+from infuse.ground.memory import channels_last
+from infuse.ground.temporary_hooks import TemporaryHooks, answered_by
 from infuse.inputs.component import is_component
 from infuse.inputs.model import like
-from infuse.memory import channels_last
 from infuse.parallel.group import Group
 from infuse.plan.step import Left, Step
 from infuse.proof.compare import cast_value, distance
 from infuse.proof.first_step import FIRST_STEP, FirstStep, Outcome
 from infuse.quant.parse import quant_format
-from infuse.temporary_hooks import TemporaryHooks, answered_by
 
 # Relative to a pixel's range. float32: the largest difference; 16 bits: the root mean square, as in modules' proofs.
 _IMAGE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -10,12 +10,12 @@ from infuse.apply import adopt, empty, mismatch, recording
 from infuse.apply.build import Making
 from infuse.apply.swap import Swaps
 from infuse.apply.trial import Trial
-from infuse.architectures.deepspeed import RoutedShape
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.foreign.deepspeed import RoutedShape
+from infuse.architectures.foreign.plain import EmbeddingShape, LinearShape
+from infuse.architectures.foreign.split import SplitShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.module import ModuleShape
-from infuse.architectures.plain import EmbeddingShape, LinearShape
-from infuse.architectures.split import SplitShape
+from infuse.architectures.parts.experts import ExpertsShape
 from infuse.plan.kinds import shape_class
 from infuse.plan.step import Step
 from infuse.proof.cases import Case

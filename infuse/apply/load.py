@@ -15,9 +15,9 @@ from torch import nn
 from infuse.apply.apply import Progress, carry_out
 from infuse.apply.kinds import work_of
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.errors import CheckpointError, ConfigError
-from infuse.layers.experts import mapped_bytes
+from infuse.ground.device import Device
+from infuse.ground.errors import CheckpointError, ConfigError
+from infuse.layers.mixture.experts import mapped_bytes
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.bytes import parameter_bytes

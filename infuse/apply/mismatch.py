@@ -12,11 +12,11 @@ from torch import nn
 
 from infuse.apply.trial import Trial
 from infuse.apply.unknown import proven
-from infuse.architectures.deepspeed import without_drops
+from infuse.architectures.foreign.deepspeed import without_drops
 from infuse.architectures.layer import LayerShape
-from infuse.errors import in_brief
+from infuse.ground.errors import in_brief
 from infuse.inputs.model import like
-from infuse.layers.hook import counted, install_hook
+from infuse.layers.attention.hook import counted, install_hook
 from infuse.plan.found import models_around
 from infuse.plan.step import Step
 from infuse.proof import compare

@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from infuse import interrupts
 from infuse.apply.kinds import work_of
 from infuse.apply.mismatch import NOT_RUN
 from infuse.apply.receipts import Receipts
 from infuse.apply.recording import Cases
 from infuse.apply.trial import Trial
 from infuse.apply.unknown import together
-from infuse.cache_folder import are_used
-from infuse.device import Device
-from infuse.errors import ProofError
+from infuse.ground import interrupts
+from infuse.ground.cache_folder import are_used
+from infuse.ground.device import Device
+from infuse.ground.errors import ProofError
+from infuse.ground.undisturbed import undisturbed
 from infuse.plan.candidates import Candidate, Candidates
 from infuse.plan.dequantized import without_kernels
 from infuse.plan.effects import without_effect
@@ -28,7 +29,6 @@ from infuse.proof import compare
 from infuse.proof.cases import Case
 from infuse.proof.identities import Identities, are_complete
 from infuse.proof.in_place import find_callers, proven_alone
-from infuse.undisturbed import undisturbed
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 

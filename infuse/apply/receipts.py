@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import date
 
-from infuse.cache_folder import RECEIPTS, id_of
-from infuse.errors import in_brief
-from infuse.logs import log
+from infuse.ground.cache_folder import RECEIPTS, id_of
+from infuse.ground.errors import in_brief
+from infuse.ground.logs import log
 from infuse.plan.step import Step
 from infuse.proof.identities import Identities
 

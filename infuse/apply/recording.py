@@ -8,10 +8,10 @@ from functools import partial
 from torch import nn
 
 from infuse.apply.trial import Trial
-from infuse.architectures.deepspeed import RoutedShape
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.foreign.deepspeed import RoutedShape
 from infuse.architectures.layer import LayerShape
-from infuse.errors import CheckpointError, in_brief
+from infuse.architectures.parts.experts import ExpertsShape
+from infuse.ground.errors import CheckpointError, in_brief
 from infuse.plan.bytes import has_state
 from infuse.plan.found import one_by_one
 from infuse.plan.step import Step

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import interrupts
 from infuse.apply.adopt import stands_for
-from infuse.device import device_of
-from infuse.errors import UnsupportedCall
-from infuse.instance_method import InstanceMethod
+from infuse.ground import interrupts
+from infuse.ground.device import device_of
+from infuse.ground.errors import UnsupportedCall
+from infuse.ground.instance_method import InstanceMethod
+from infuse.ground.logs import warn
+from infuse.ground.modes import PLAIN
+from infuse.layers.attention.hook import uninstall_hook
+from infuse.layers.calls.model_methods import forget_replaced
 from infuse.layers.gradient import InferenceModule
-from infuse.layers.hook import uninstall_hook
-from infuse.layers.model_methods import forget_replaced
-from infuse.logs import warn
-from infuse.modes import PLAIN
 from infuse.unknown.install import places_of
 from infuse.weights.skeleton import Tensors, Was
 from infuse.weights.state import Original, forget_names, originals_in

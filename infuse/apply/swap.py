@@ -10,9 +10,9 @@ from torch import nn
 
 from infuse.apply.adopt import adopt, remember
 from infuse.apply.build import Builder, Made
-from infuse.architectures.adapters import merging_refused
-from infuse.architectures.split import SplitShape
-from infuse.layers.hook import install_hook
+from infuse.architectures.foreign.adapters import merging_refused
+from infuse.architectures.foreign.split import SplitShape
+from infuse.layers.attention.hook import install_hook
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.unknown.install import places_of, put_part

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from infuse.apply.build import Builder
-from infuse.architectures.split import SplitShape
-from infuse.dtype_cast import in_dtype
+from infuse.architectures.foreign.split import SplitShape
+from infuse.ground.dtype_cast import in_dtype
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.step import Step
 from infuse.proof import compare

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from infuse.architectures import (
+from infuse.architectures.families import (
     conformer,
     deepseek,
     encoder_decoder,
@@ -29,7 +29,7 @@ from infuse.architectures import (
     zamba2,
 )
 from infuse.architectures.layer import Bound, LayerSpec
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 
 _FAMILIES = (
     llama,

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from infuse.activations import ACTIVATIONS, Act
 from infuse.architectures.packing import Fill, Heads
+from infuse.ground.activations import ACTIVATIONS, Act
 from infuse.parallel.slices import Span
 
 _MISSING = object()

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.mlp import MLPShape
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
 from infuse.architectures.packing import SWAPPED, Heads
 from infuse.architectures.part import PartShape, named
+from infuse.architectures.parts.mlp import MLPShape
 
 _ACTIVATIONS = "diffusers.models.activations."
 _GATED: Mapping[str, str] = MappingProxyType({f"{_ACTIVATIONS}GEGLU": "gelu", f"{_ACTIVATIONS}SwiGLU": "silu"})

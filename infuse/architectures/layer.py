@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.mlp import MLPShape
-from infuse.architectures.norm import Norm
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import MixerShape, PartShape
+from infuse.architectures.parts.mlp import MLPShape
+from infuse.architectures.parts.norm import Norm
 from infuse.architectures.program import (
     ADD,
     CLAMP,
@@ -32,7 +32,7 @@ from infuse.architectures.program import (
     Step,
     program_of,
 )
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 
 # Return types of a layer's forward. TUPLE: with attention weights; SINGLE: a tuple of one, and of
 # two if the layer has an argument that asks for the weights; READING: of one, and of three with the weights of both

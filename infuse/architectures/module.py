@@ -14,7 +14,7 @@ from torch import nn
 from infuse.architectures.bind import Binder
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import ShapeOfParts
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 
 
 class ModuleShape(ShapeOfParts):

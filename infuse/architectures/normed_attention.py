@@ -14,8 +14,8 @@ from torch import nn
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
-from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
 from infuse.architectures.part import Matrix, Parameter, PartShape, named
+from infuse.architectures.parts.norm import LAYER, RMS, Norm, NormShape
 
 _TRANSFORMERS = "diffusers.models.transformers."
 HUNYUAN = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.foreign.plain import EmbeddingShape, LinearShape
+from infuse.architectures.foreign.split import SplitShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import EXPERT, HEADS, INNER, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
-from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.architectures.parts.experts import ExpertsShape
 from infuse.architectures.program import reduces
-from infuse.architectures.split import SplitShape
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from infuse.parallel.slices import Range, split, split_heads
 

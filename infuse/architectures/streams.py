@@ -14,9 +14,9 @@ from torch import nn
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.module import ModuleShape, class_path
-from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import WHOLE, Matrix, Parameter, PartShape, inside
+from infuse.architectures.parts.norm import LAYER, RMS, Norm, NormShape
 from infuse.architectures.program import ADD, IMAGE, MODULATE, NORM, ProgramShape, Step
 
 _NORMS = "diffusers.models.normalization."

@@ -17,8 +17,8 @@ from infuse.config import values
 from infuse.config.keys import Section
 from infuse.config.quant import Quant
 from infuse.config.values import parse_dtype, parse_format
-from infuse.device import Device
-from infuse.errors import ConfigError
+from infuse.ground.device import Device
+from infuse.ground.errors import ConfigError
 from infuse.parallel.join import AskedRanks
 
 __all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]

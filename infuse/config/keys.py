@@ -19,8 +19,8 @@ from typing import Any, ClassVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from infuse import logs
-from infuse.errors import ConfigError
+from infuse.ground import logs
+from infuse.ground.errors import ConfigError
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100  # characters: enough for a path or a class name

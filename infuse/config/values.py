@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.parse import quant_format
 
 _SPELLINGS: Mapping[torch.dtype, tuple[str, ...]] = MappingProxyType(

@@ -18,7 +18,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.config.values import parse_dtype
 from infuse.deepspeed import module_inject
 from infuse.engine import InferenceEngine, init_inference
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 
 __all__ = [
     "DeepSpeedInferenceConfig",

@@ -13,7 +13,7 @@ from torch import nn
 from infuse.config.inference import InferenceConfig
 from infuse.engine import init_inference
 from infuse.engine.pipeline import is_pipeline
-from infuse.errors import ConfigError, NotAvailable
+from infuse.ground.errors import ConfigError, NotAvailable
 from infuse.unknown.roles import row_names
 
 __all__ = [

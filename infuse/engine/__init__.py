@@ -9,12 +9,12 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from infuse import interrupts
 from infuse.apply.restore import restore as put_back
 from infuse.config.inference import InferenceConfig
 from infuse.engine.model import InferenceEngine, check_model, planned, readings_of
 from infuse.engine.pipeline import PipelineEngine, PipelinePlan, is_pipeline, models_of, pipeline_plan
-from infuse.errors import ConfigError
+from infuse.ground import interrupts
+from infuse.ground.errors import ConfigError
 from infuse.plan.plan import Plan
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from infuse.errors import WAY_BACK, UnsupportedCall
+from infuse.ground.errors import WAY_BACK, UnsupportedCall
+from infuse.ground.instance_method import InstanceMethod
 from infuse.inputs.component import is_component
-from infuse.instance_method import InstanceMethod
 from infuse.layers.diffusion.convolution import share_memory
 from infuse.plan.kinds import MODULE
 from infuse.plan.plan import Plan

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infuse import interrupts, neighbours
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values, not_taken, take_codes
 from infuse.apply.load import planned as planned_load
 from infuse.apply.restore import BEFORE, Modes, remember, restore
-from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
+from infuse.architectures.foreign.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device, device_of
-from infuse.dtype_cast import kept_in_float32
 from infuse.engine.component import install_changes
 from infuse.engine.module_method import like_modules
 from infuse.engine.named import NamedAsHeld
-from infuse.errors import WAY_BACK, ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
+from infuse.ground import interrupts, neighbours
+from infuse.ground.device import Device, device_of
+from infuse.ground.dtype_cast import kept_in_float32
+from infuse.ground.errors import WAY_BACK, ConfigError, InfuseError
+from infuse.ground.logs import log, progress_bars, warn
+from infuse.ground.memory import channels_last
 from infuse.inputs.component import called_inside, is_component
 from infuse.layers.block import Block
 from infuse.layers.gradient import InferenceModule
-from infuse.logs import log, progress_bars, warn
-from infuse.memory import channels_last
 from infuse.parallel.group import Group
 from infuse.parallel.join import join
 from infuse.parallel.mesh import Mesh

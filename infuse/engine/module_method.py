@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
-from infuse.instance_method import InstanceMethod, unbound
+from infuse.ground.instance_method import InstanceMethod, unbound
 
 
 class ModuleMethod(InstanceMethod):

@@ -10,19 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from infuse import interrupts, neighbours
 from infuse.apply.apply import Progress
 from infuse.apply.images import with_equal_images
 from infuse.apply.restore import Modes
-from infuse.architectures.plain import linear_shape
+from infuse.architectures.foreign.plain import linear_shape
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device, device_of
 from infuse.engine.model import InferenceEngine, Prepared, check_weights, placed, planned, prepared, tell
 from infuse.engine.module_method import like_modules
 from infuse.engine.named import NamedAsHeld
-from infuse.errors import ConfigError, NotAvailable
+from infuse.ground import interrupts, neighbours
+from infuse.ground.device import Device, device_of
+from infuse.ground.errors import ConfigError, NotAvailable
+from infuse.ground.logs import progress_bars
 from infuse.inputs.component import is_component
-from infuse.logs import progress_bars
 from infuse.parallel.group import Group
 from infuse.parallel.join import join
 from infuse.parallel.mesh import Mesh

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from infuse.authors import is_librarys
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.choose import Processed
 from infuse.generate.loop import CACHE_NAME, UPDATE, Steps, loops_are_own
-from infuse.layers.cache import KVCache
+from infuse.ground.authors import is_librarys
 from infuse.layers.linear import rounds_activations
 from infuse.native import isa, limits
 

@@ -1,8 +1,8 @@
 """Continuous batching by transformers (`generate_batch`, `init_continuous_batching`) over replaced layers.
 
 transformers schedules, pages the cache and samples. Replaced layers pass queries, keys and values to the attention
-function that the config names (layers/named_attention.py). This file checks the preconditions: the cap on tokens, a
-single rank, and layers that can read a paged cache.
+function that the config names (layers/attention/named_attention.py). This file checks the preconditions: the cap on
+tokens, a single rank, and layers that can read a paged cache.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from infuse.errors import ContextLimitError, NotAvailable, UnsupportedCall
-from infuse.instance_method import InstanceMethod, while_it_has
+from infuse.ground.errors import ContextLimitError, NotAvailable, UnsupportedCall
+from infuse.ground.instance_method import InstanceMethod, while_it_has
+from infuse.ground.questions import attribute
+from infuse.layers.attention.named_attention import calls_by_name
 from infuse.layers.mixer import Mixer
-from infuse.layers.named_attention import calls_by_name
-from infuse.questions import attribute
 
 NAMES = ("generate_batch", "init_continuous_batching")
-_HOOK = "infuse_"  # prefix of our attention functions' names (layers/hook.py)
+_HOOK = "infuse_"  # prefix of our attention functions' names (layers/attention/hook.py)
 
 
 def install_continuous(module: nn.Module) -> None:

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infuse import interrupts
-from infuse.authors import LibraryCalls
-from infuse.cache_names import CACHE_NAMES, cache_in
+from infuse.cache.kv_cache import KVCache
+from infuse.ground import interrupts
+from infuse.ground.authors import LibraryCalls
+from infuse.ground.cache_names import CACHE_NAMES, cache_in
+from infuse.ground.questions import attribute, returned
+from infuse.ground.temporary_hooks import TemporaryHooks
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
 from infuse.layers.linear import has_global_hooks, has_no_hooks
-from infuse.layers.recurrent import Recurrent
-from infuse.layers.stack import ONE, Answer, Around, Called, Factor, StackCall
+from infuse.layers.native.stack import ONE, BlockArguments, DecoderEnds, DecodeSession, Factor, StackCall
+from infuse.layers.recurrent.convolved import Recurrent
 from infuse.ops.cpu.program import CosSin
-from infuse.questions import attribute, returned
-from infuse.temporary_hooks import TemporaryHooks
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
@@ -103,7 +103,7 @@ class DirectSteps:
             return None
         x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
         around = Plain.of(embedded.output, x, normed.output, headed, outputs.logits, parts)
-        turning = Turning.all_of(turned, (embedded.output, x), inputs.get("position_ids"))
+        turning = RotaryCall.all_of(turned, (embedded.output, x), inputs.get("position_ids"))
         if around is None or turning is None:
             return None
         of_tokens, passed = inputs.get("attention_mask"), [call.output for call in turned]
@@ -120,7 +120,7 @@ class DirectSteps:
             x = call.output[0] if isinstance(call.output, tuple) else call.output
         if not normed.is_of(normed.module, x):
             return None
-        called = Called.of(parts.blocks, passed, [_kind_in(passed, call) for call in blocks], windows)
+        called = BlockArguments.of(parts.blocks, passed, [_kind_in(passed, call) for call in blocks], windows)
         if called is None:
             return None
         stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps, called)
@@ -133,8 +133,8 @@ class DirectSteps:
         return step
 
     def stack_of(
-        self, parts: Parts, embedding: nn.Module | None, norm: nn.Module | None, embedded: Tensor, around: Around,
-        called: Called,
+        self, parts: Parts, embedding: nn.Module | None, norm: nn.Module | None, embedded: Tensor, around: DecoderEnds,
+        called: BlockArguments,
     ) -> StackCall | None:  # fmt: skip
         """The call of these modules for values like `embedded`, made again if one is another than it was proven for."""
         used = (*parts.above, parts.embedding, *parts.blocks, *([] if norm is None else [norm]), parts.head)
@@ -154,8 +154,8 @@ class DirectStep:
     """Make the answer's next steps as the traced one was made: each is one token later than the step before it."""
 
     def __init__(
-        self, parts: Parts, stack: StackCall, answer: Answer, norm: nn.Module | None, turning: Sequence[Turning],
-        around: Any, cache: KVCache, embedded: Tensor,
+        self, parts: Parts, stack: StackCall, answer: DecodeSession, norm: nn.Module | None,
+        turning: Sequence[RotaryCall], around: Any, cache: KVCache, embedded: Tensor,
     ):  # fmt: skip
         self.cache = cache
         self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
@@ -277,9 +277,9 @@ class Plain:
         return cls(begins[0], befores[0], end, narrowed, widens, cap)
 
     @property
-    def steps(self) -> Around:
+    def steps(self) -> DecoderEnds:
         """What the stack does of it."""
-        return Around(self.begin, self.end, before_head=self.before)
+        return DecoderEnds(self.begin, self.end, before_head=self.before)
 
     def begun(self, embedded: Tensor, length: int) -> Tensor:
         return self.begin.times(embedded)
@@ -328,7 +328,7 @@ def _has_word(key: str, words: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Turning:
+class RotaryCall:
     """The call of the module that makes rotary positions, and which of its arguments are the values of a step.
 
     `positions` [..., B or 1, 1] are the step's. `by_index`: those of many tokens can be made at once.
@@ -339,7 +339,7 @@ class Turning:
     positions: Tensor
 
     @classmethod
-    def all_of(cls, calls: Sequence[Call], values: Sequence[Tensor], positions: Any) -> list[Turning] | None:
+    def all_of(cls, calls: Sequence[Call], values: Sequence[Tensor], positions: Any) -> list[RotaryCall] | None:
         """Each of the calls, for a step with these positions; None if one of them is of another kind."""
         if not isinstance(positions, Tensor):
             return None if calls else []
@@ -347,7 +347,7 @@ class Turning:
         return [each for each in found if each is not None] if all(found) else None
 
     @classmethod
-    def of(cls, call: Call, values: Sequence[Tensor], positions: Tensor) -> Turning | None:
+    def of(cls, call: Call, values: Sequence[Tensor], positions: Tensor) -> RotaryCall | None:
         """None unless the module was called with one of the values and the positions, and with no other tensor."""
         given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
         x = next((value for value in given if any(value is each for each in values)), None)

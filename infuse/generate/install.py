@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
-from infuse import interrupts
-from infuse.architectures.quantized_elsewhere import QUANTIZERS
-from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, users_hooks, with_wrapped
-from infuse.cache_names import cache_in
-from infuse.device import device_of
-from infuse.errors import ContextLimitError, OutOfMemory, UnsupportedCall
+from infuse.architectures.foreign.quantized_elsewhere import QUANTIZERS
+from infuse.cache.kv_cache import OF_NOTHING, KVCache, counting_states, first_counts, tokens_in
+from infuse.cache.recurrence_slot import StateSlot
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
@@ -37,19 +34,22 @@ from infuse.graphs.forward import Forward, explained
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
 from infuse.graphs.rank_backend import RankBackend
-from infuse.graphs.runner import Places
+from infuse.graphs.runner import WeightAddresses
+from infuse.ground import interrupts
+from infuse.ground.authors import LIBRARIES, LibraryCalls, is_librarys, users_hooks, with_wrapped
+from infuse.ground.cache_names import cache_in
+from infuse.ground.device import device_of
+from infuse.ground.errors import ContextLimitError, OutOfMemory, UnsupportedCall
+from infuse.ground.instance_method import REDUCE, InstanceMethod, rebind_in_copies, while_it_has
+from infuse.ground.questions import attribute, parameters, returned
 from infuse.inputs.component import is_component
-from infuse.instance_method import REDUCE, InstanceMethod, rebind_in_copies, while_it_has
+from infuse.layers.attention.named_attention import names_ours
 from infuse.layers.block import Block
-from infuse.layers.cache import OF_NOTHING, KVCache, counting_states, first_counts, tokens_in
-from infuse.layers.experts import Experts
+from infuse.layers.calls.model_methods import answer_for_replaced
 from infuse.layers.linear import has_global_hooks
 from infuse.layers.mixer import Mixer
-from infuse.layers.model_methods import answer_for_replaced
-from infuse.layers.named_attention import names_ours
-from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.mixture.experts import Experts
 from infuse.parallel.group import LOCAL, Group
-from infuse.questions import attribute, parameters, returned
 from infuse.weights.by_name import find_by_name
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
@@ -137,7 +137,7 @@ def install(
     if graphs is not None:
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches and not routers_read_the_mask(module):
-            buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group, kv_cache)
+            buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, WeightAddresses(module), group, kv_cache)
         for part in map(module.get_submodule, graphs.inside or ("", *encoders_in(module))):
             forward: Any = vars(part).get("forward")
             part.forward = Forward(part, forward, backend if graphs.forward else None)  # type: ignore[assignment]
@@ -213,7 +213,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         installed.group.share_random_state()
     if not names or len(args) > len(names):  # not recognizable as transformers' own generate
         return type(self).generate(self, *args, **kwargs)
-    asked = _Asked(self, arguments)
+    asked = _GenerateRequest(self, arguments)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
         needed = max(prompt + max(installed.min_new_tokens, 1), total)
@@ -279,7 +279,7 @@ def _direct_steps(module: nn.Module) -> DirectSteps:
 def _generate_own(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `generate` that a library's class defines, which passes our loop to transformers' own."""
     names = [*inspect.signature(type(self).generate).parameters][1:]
-    decoding = _Asked(self, {**dict(zip(names, args, strict=False)), **kwargs}).loop_of_pair(self._infuse)
+    decoding = _GenerateRequest(self, {**dict(zip(names, args, strict=False)), **kwargs}).loop_of_pair(self._infuse)
     return type(self).generate(self, *args, **kwargs, **({_LOOP: decoding} if decoding else {}))
 
 
@@ -337,7 +337,7 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "func", hook) in _HOOKS
 
 
-class _Asked:
+class _GenerateRequest:
     """Settings of one call of `generate`: from its arguments, else the passed generation config, else the model's."""
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any]):

@@ -24,14 +24,14 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
-from infuse.authors import is_librarys
-from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument, cache_in
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.choose import Processed, ends_of, likeliest
 from infuse.generate.direct import DirectStep, DirectSteps
-from infuse.layers.cache import KVCache
+from infuse.ground.authors import is_librarys
+from infuse.ground.cache_names import CACHE_NAMES, FORMER, cache_argument, cache_in
+from infuse.ground.questions import attribute
 from infuse.layers.mixer import Mixer
 from infuse.parallel.group import LOCAL, Group
-from infuse.questions import attribute
 
 # A prompt of more than twice this many tokens, over all rows, runs in parts of this size. Activations then take the
 # memory of 4096 tokens, however long the prompt is, and products are as fast as over the whole prompt.

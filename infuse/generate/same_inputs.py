@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.slot import Slot
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.runner import GraphRunner, modes
-from infuse.layers.cache import KVCache
-from infuse.layers.slot import Slot
 from infuse.parallel.group import Group
 
 # Arguments of `generate` that are callables, called at each step.

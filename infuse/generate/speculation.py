@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from infuse.cache_names import cache_in
 from infuse.generate.candidates import keep_schedule, make_generator, most_candidates
 from infuse.generate.choose import Processed, ends_of
 from infuse.generate.loop import CACHE_NAME, Steps
+from infuse.ground.cache_names import cache_in
 from infuse.parallel.group import LOCAL, Group
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.cache_names import CACHE_NAMES, FORMER
+from infuse.cache.held_count import HeldCounts
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
 from infuse.graphs.capture import Backend
 from infuse.graphs.held_states import SHOWN, GivenStates, HeldStates
 from infuse.graphs.runner import FirstError, GraphRunner
 from infuse.graphs.signature import Unsupported
-from infuse.layers.cache import KVCache
-from infuse.layers.held_count import HeldCounts
-from infuse.layers.recurrence_slot import StateSlot
-from infuse.questions import attribute
+from infuse.ground.cache_names import CACHE_NAMES, FORMER
+from infuse.ground.questions import attribute
 
 _KNOWN_STATES = 16  # most places of states: a batch of ever other shapes would add them without end
 

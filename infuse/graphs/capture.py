@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from infuse.modes import Transparent
+from infuse.ground.modes import Transparent
 
 _T = TypeVar("_T")
 

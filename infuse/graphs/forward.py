@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.authors import LIBRARIES, are_users, users_methods
-from infuse.cache_names import cache_in
-from infuse.device import device_of
-from infuse.errors import OutOfMemory
+from infuse.cache.kv_cache import pair_of
 from infuse.graphs.capture import Backend
 from infuse.graphs.graphed_cache import GraphedCache
-from infuse.graphs.runner import GraphRunner, Places
+from infuse.graphs.runner import GraphRunner, WeightAddresses
 from infuse.graphs.signature import Unsupported, rebuilt, signature
-from infuse.instance_method import InstanceMethod, unbound
-from infuse.layers.cache import pair_of
+from infuse.ground.authors import LIBRARIES, are_users, users_methods
+from infuse.ground.cache_names import cache_in
+from infuse.ground.device import device_of
+from infuse.ground.errors import OutOfMemory
+from infuse.ground.instance_method import InstanceMethod, unbound
+from infuse.ground.modes import is_traced
 from infuse.layers.gradient import refusing
 from infuse.layers.linear import has_global_hooks
-from infuse.modes import is_traced
 from infuse.parallel.group import Group
 
 
@@ -38,7 +38,7 @@ class Forward(InstanceMethod):
     def __init__(self, module: nn.Module, forward: Callable | None, backend: Backend | None):
         super().__init__(type(module).forward, module, "forward")
         self._module, self.own, self._backend = module, forward, backend  # torch.compile reads no `__self__`
-        self._places = Places(module)
+        self._places = WeightAddresses(module)
         self.graphs = None if backend is None else GraphRunner(self._run, backend, state=self._state)
         self._judged: Callable | None = None  # the class's forward that `_is_users` describes
         self._is_users = False

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse import interrupts
-from infuse.cache_names import CACHE_NAMES, cache_in
+from infuse.cache.kv_cache import KVCache, pair_of
+from infuse.cache.slot import Slot
 from infuse.graphs.bucket import Bucket
 from infuse.graphs.held_states import ENCODED, MASK, GivenStates
 from infuse.graphs.pool import BucketPool
-from infuse.layers.cache import KVCache, pair_of
-from infuse.layers.slot import Slot
+from infuse.ground import interrupts
+from infuse.ground.cache_names import CACHE_NAMES, cache_in
 
 
 class GraphedCache(KVCache):

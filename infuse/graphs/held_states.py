@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
-from infuse.layers.cache import KVCache
-from infuse.layers.states_slot import StatesCache
+from infuse.cache.encoded_slot import StatesCache
+from infuse.cache.kv_cache import KVCache
 
 ENCODED, MASK = "encoder_outputs", "attention_mask"  # arguments of a model with an encoder
 SHOWN = "encoder_last_hidden_state"  # the states in what it returns

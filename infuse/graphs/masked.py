@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from infuse.modes import Transparent
+from infuse.ground.modes import Transparent
 
 
 class MaskedAssignments(Transparent, TorchFunctionMode):

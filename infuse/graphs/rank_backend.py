@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from infuse.errors import RankError
 from infuse.graphs.capture import Backend, Captured
 from infuse.graphs.runner import where
+from infuse.ground.errors import RankError
 from infuse.parallel.group import Group
 
 _T = TypeVar("_T")

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import interrupts, logs
-from infuse.device import device_of
-from infuse.errors import RankError
 from infuse.graphs.capture import Backend, Captured, backend_for, without_autocast_cache
 from infuse.graphs.masked import MaskedAssignments
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
+from infuse.ground import interrupts, logs
+from infuse.ground.device import device_of
+from infuse.ground.errors import RankError
 
 _EAGER_CALLS = 2
 _OF_MODES = ("__torch_function__", "__torch_dispatch__")  # which pass on every call
@@ -243,14 +243,16 @@ class LocalGraph(nn.Module):
             backend = self._backend or backend_for(device)
             if backend is None:
                 return self.module(*args, **kwargs)
-            self._graphs = GraphRunner(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
+            self._graphs = GraphRunner(
+                self.module, backend, limit_bytes=self._limit_bytes, state=WeightAddresses(self.module)
+            )
         return self._graphs(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy captures its own graphs
         return {**vars(self), "_graphs": None}
 
 
-class Places:
+class WeightAddresses:
     """Address, dtype and device of a module's first and last weight, and its training flag.
 
     `.to()`, `.half()` and the like change them.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.cache_names import CACHE_NAMES
+from infuse.ground.cache_names import CACHE_NAMES
 from infuse.inputs.component import GUIDED, MakeTensor, component_inputs, is_component
 from infuse.inputs.pictures import pictures, takes_pictures
 from infuse.inputs.sounds import sounds, takes_sounds

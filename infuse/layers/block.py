@@ -21,27 +21,27 @@ from infuse.architectures.layer import BIASED, LISTED, NOTHING_UNREAD, READING, 
 from infuse.architectures.packing import Part
 from infuse.architectures.program import MLP as MLP_STEP
 from infuse.architectures.program import NORM_OF_WIDE, folded, merged, on_ranks, reduces, without_branch
-from infuse.cache_names import CACHE_NAMES, cache_in
-from infuse.errors import UnsupportedCall
-from infuse.layers import autocast
-from infuse.layers.attention import Attention
+from infuse.cache.kv_cache import KVCache, keys_in, pair_of, reads_keywords, self_attention_cache
+from infuse.ground.cache_names import CACHE_NAMES, cache_in
+from infuse.ground.errors import UnsupportedCall
+from infuse.ground.modes import Operations, has_address, is_traced
+from infuse.layers.attention.named_attention import arguments_of_named, is_paged, names_ours, paged_cache
+from infuse.layers.attention.position import LearnedBias, PassedCosSin, missing
+from infuse.layers.attention.self_attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.cache import KVCache, keys_in, pair_of, reads_keywords, self_attention_cache
-from infuse.layers.called_part import CalledPart, has_listeners
-from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
+from infuse.layers.calls import autocast
+from infuse.layers.calls.called_part import CalledPart, has_listeners
+from infuse.layers.calls.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
+from infuse.layers.calls.inputs import Inputs, Packed
+from infuse.layers.calls.recorders import has_active_hooks
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import fuses, has_global_hooks, has_no_hooks
 from infuse.layers.mixer import Mixer
+from infuse.layers.mixture.moe import MoE
 from infuse.layers.mlp import MLP
-from infuse.layers.moe import MoE
-from infuse.layers.named_attention import arguments_of_named, is_paged, names_ours, paged_cache
-from infuse.layers.one_call import make_one_call
+from infuse.layers.native.one_call import make_one_call
 from infuse.layers.parts import make_part
-from infuse.layers.position import LearnedBias, PassedCosSin, missing
 from infuse.layers.program import Run, compiled, run
-from infuse.layers.recorders import has_active_hooks
-from infuse.modes import Operations, has_address, is_traced
 from infuse.parallel.group import LOCAL, Group
 
 # Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.

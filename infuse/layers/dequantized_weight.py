@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from infuse.errors import WAY_BACK, UnsupportedCall
+from infuse.ground.errors import WAY_BACK, UnsupportedCall
 
 # Methods that PyTorch refuses to subclasses without memory, or that would make another one: they get ordinary values.
 _OF_VALUES = frozenset(

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.plain import EmbeddingShape
+from infuse.architectures.foreign.plain import EmbeddingShape
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Linear, Quantized
-from infuse.layers.native_part import NONE, NativePart, PartWriter
+from infuse.layers.native.part import NONE, NativePart, PartWriter
 from infuse.parallel.group import Combine
 
 

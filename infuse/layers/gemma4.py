@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.gemma4 import PER_LAYER, LayerScalarShape, PerLayerInputShape
+from infuse.architectures.families.gemma4 import PER_LAYER, LayerScalarShape, PerLayerInputShape
+from infuse.layers.attention.position import missing
 from infuse.layers.build_context import BuildContext
-from infuse.layers.called_part import CalledPart
+from infuse.layers.calls.called_part import CalledPart
+from infuse.layers.calls.inputs import Inputs
 from infuse.layers.gradient import InferenceModule
-from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
-from infuse.layers.native_part import NativePart, PartWriter, decline_if
-from infuse.layers.position import missing
+from infuse.layers.native.part import NativePart, PartWriter, decline_if
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 

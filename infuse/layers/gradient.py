@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from infuse.errors import WAY_BACK, UnsupportedCall
+from infuse.ground.errors import WAY_BACK, UnsupportedCall
 from infuse.layers.replaced import Replaced, WasReplaced
 
 PLAIN = (bool, int, float, str)

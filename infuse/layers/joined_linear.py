@@ -11,7 +11,7 @@ from torch import Tensor
 from infuse.layers.dequantized_weight import DequantizedWeight
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import Linear, QuantizedLinear, direct
-from infuse.layers.native_part import NativePart, PartWriter, decline_if
+from infuse.layers.native.part import NativePart, PartWriter, decline_if
 from infuse.parallel.slices import Range
 
 

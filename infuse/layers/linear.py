@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.errors import WAY_BACK, UnsupportedCall
-from infuse.layers import autocast
+from infuse.ground.errors import WAY_BACK, UnsupportedCall
+from infuse.layers.calls import autocast
+from infuse.layers.calls.recorders import has_active_hooks
 from infuse.layers.dequantized_weight import Reading
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.native_part import NONE, NativePart, PartWriter, decline_if
+from infuse.layers.native.part import NONE, NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm
-from infuse.layers.recorders import has_active_hooks
 from infuse.ops.cpu.quantized_linear import code_of
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from infuse import ops
 from infuse.architectures.part import MixerShape
-from infuse.errors import UnsupportedCall
+from infuse.cache.encoded_slot import MadeSlot
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import ForeignStates, StateSlot
+from infuse.cache.slot import Filler
+from infuse.ground.errors import UnsupportedCall
+from infuse.ground.modes import is_dispatched
+from infuse.layers.attention.named_attention import attribute
 from infuse.layers.build_context import BuildContext
-from infuse.layers.cache import KVCache
-from infuse.layers.called_part import CalledPart
-from infuse.layers.inputs import Inputs
-from infuse.layers.named_attention import attribute
-from infuse.layers.recurrence_slot import ForeignStates, StateSlot
-from infuse.layers.slot import Filler
-from infuse.layers.states_slot import MadeSlot
-from infuse.modes import is_dispatched
+from infuse.layers.calls.called_part import CalledPart
+from infuse.layers.calls.inputs import Inputs
 
 Shape = TypeVar("Shape", bound=MixerShape)
 

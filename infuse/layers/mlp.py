@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.mlp import MLPShape
+from infuse.architectures.parts.mlp import MLPShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import Settled
 from infuse.layers.linear import direct, product, takes_around
 from infuse.layers.multipliers import times, times_sections
-from infuse.layers.native_part import NativePart, PartWriter, decline_if
+from infuse.layers.native.part import NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm, scaled
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 

@@ -1,4 +1,4 @@
-"""Multiply tensors by a part's multipliers (architectures/multipliers.py), rounding after each as originals do."""
+"""Multiply tensors by a part's multipliers (architectures/parts/multipliers.py); round after each as originals do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infuse.architectures.multipliers import Factors
+from infuse.architectures.parts.multipliers import Factors
 
 
 def times(x: Tensor, factor: float) -> Tensor:

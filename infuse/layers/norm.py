@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.norm import RMS, SCALE, NormShape
+from infuse.architectures.parts.norm import RMS, SCALE, NormShape
 from infuse.layers.gradient import Settled
-from infuse.layers.native_part import NativePart, PartWriter, decline_if
+from infuse.layers.native.part import NativePart, PartWriter, decline_if
 
 
 class Norm(Settled, NativePart):

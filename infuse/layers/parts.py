@@ -10,24 +10,24 @@ from typing import Any
 
 from torch import nn
 
-from infuse.architectures.attention import AttentionShape
-from infuse.architectures.channel_delta import ChannelDeltaShape
-from infuse.architectures.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.dit import HeadsShape
-from infuse.architectures.encoder_decoder import CrossAttentionShape, MergedAttentionShape
+from infuse.architectures.families.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
+from infuse.architectures.families.encoder_decoder import CrossAttentionShape, MergedAttentionShape
+from infuse.architectures.families.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.feed_forward import FeedForwardShape
-from infuse.architectures.gemma4 import LayerScalarShape, PerLayerInputShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.architectures.image_transformer import ImageTransformerShape
-from infuse.architectures.latent_attention import LatentAttentionShape
-from infuse.architectures.mlp import MLPShape
-from infuse.architectures.moe import MoEShape
-from infuse.architectures.norm import NormShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
-from infuse.architectures.selective_scan import SelectiveScanShape
-from infuse.architectures.short_conv import ShortConvShape
-from infuse.architectures.state_attention import LinearAttentionShape
+from infuse.architectures.parts.attention import AttentionShape
+from infuse.architectures.parts.channel_delta import ChannelDeltaShape
+from infuse.architectures.parts.latent_attention import LatentAttentionShape
+from infuse.architectures.parts.mlp import MLPShape
+from infuse.architectures.parts.moe import MoEShape
+from infuse.architectures.parts.norm import NormShape
+from infuse.architectures.parts.selective_scan import SelectiveScanShape
+from infuse.architectures.parts.short_conv import ShortConvShape
+from infuse.architectures.parts.state_attention import LinearAttentionShape
 from infuse.architectures.streams import (
     EmbeddingNormShape,
     ModulatedNormShape,
@@ -37,11 +37,12 @@ from infuse.architectures.streams import (
     TableShape,
 )
 from infuse.architectures.unet import ResnetShape, UpsampleShape
-from infuse.layers.attention import Attention
+from infuse.layers.attention.conformer import Convolution, Factor, RelativeAttention
+from infuse.layers.attention.cross_attention import CrossAttention
+from infuse.layers.attention.latent_attention import LatentAttention
+from infuse.layers.attention.merged_attention import MergedAttention
+from infuse.layers.attention.self_attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.channel_delta import ChannelDelta
-from infuse.layers.conformer import Convolution, Factor, RelativeAttention
-from infuse.layers.cross_attention import CrossAttention
 from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
@@ -50,14 +51,13 @@ from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttenti
 from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.gemma4 import LayerScalar, PerLayerInput
-from infuse.layers.latent_attention import LatentAttention
-from infuse.layers.merged_attention import MergedAttention
+from infuse.layers.mixture.moe import MoE
 from infuse.layers.mlp import MLP
-from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
-from infuse.layers.recurrent import ShortConv
-from infuse.layers.selective_scan import SelectiveScan
-from infuse.layers.state_attention import LinearAttention
+from infuse.layers.recurrent.channel_delta import ChannelDelta
+from infuse.layers.recurrent.convolved import ShortConv
+from infuse.layers.recurrent.selective_scan import SelectiveScan
+from infuse.layers.recurrent.state_attention import LinearAttention
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {

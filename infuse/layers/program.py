@@ -50,8 +50,8 @@ from infuse.architectures.program import (
     Program,
     Step,
 )
-from infuse.layers.called_part import has_listeners, heard, heard_mlp, is_heard
-from infuse.layers.inputs import Inputs
+from infuse.layers.calls.called_part import has_listeners, heard, heard_mlp, is_heard
+from infuse.layers.calls.inputs import Inputs
 from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.norm import Norm
 

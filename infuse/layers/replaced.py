@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infuse.architectures.part import named
-from infuse.errors import WAY_BACK
+from infuse.ground.errors import WAY_BACK
 
 KEEPS_LAYERS = (
     "to keep the layers and replace only linears, call init_inference with replace_with_kernel_inject=False; "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.native import build, first_use
 
 BINARY = Path(__file__).with_name("_kernels.so")

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from infuse import logs
-from infuse.cache_folder import is_trusted, roots
+from infuse.ground import logs
+from infuse.ground.cache_folder import is_trusted, roots
 from infuse.native import build
 
 LIBRARY, FAILURE = "_kernels.so", "failure.txt"

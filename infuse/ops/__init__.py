@@ -28,7 +28,7 @@ import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.recurrence  # noqa: F401  (declares bodies)
 import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
 import infuse.ops.triton.selective_scan  # noqa: F401  (declares bodies)
-from infuse.activations import ExpertGate
+from infuse.ground.activations import ExpertGate
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.causal_conv import causal_conv

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from infuse.activations import FUNCTIONS
+from infuse.ground.activations import FUNCTIONS
 from infuse.ops.op import Case, op
 
 
 @op("activation(Tensor x, str name) -> Tensor")
 def activation(x_RI: Tensor, name: str) -> Tensor:
-    """Apply the activation `name` (a value of infuse.activations.ACTIVATIONS) elementwise, in x.dtype."""
+    """Apply the activation `name` (a value of infuse.ground.activations.ACTIVATIONS) elementwise, in x.dtype."""
     return FUNCTIONS[name](x_RI)
 
 

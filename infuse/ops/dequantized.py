@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse import memory
-from infuse.device import Device
+from infuse.ground import memory
+from infuse.ground.device import Device
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.op import DEQUANTIZED, Layout

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.modes import transform
+from infuse.ground.modes import transform
 from infuse.ops.op import Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format

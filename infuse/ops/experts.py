@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.activations import ExpertGate
-from infuse.modes import transform
+from infuse.ground.activations import ExpertGate
+from infuse.ground.modes import transform
 from infuse.ops.op import Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format

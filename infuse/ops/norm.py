@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.modes import kept
+from infuse.ground.modes import kept
 from infuse.ops.op import Case, CaseMaker, op
 
 

@@ -2,7 +2,7 @@
 
 A plan chooses the bodies, which are then called directly. While torch.compile or torch.export traces, the same call
 becomes one graph node, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls a registered op.
-Under somebody's modes and transforms (infuse/modes.py), PyTorch's own operations compute instead of our kernels.
+Under somebody's modes and transforms (infuse/ground/modes.py), PyTorch's own operations compute instead of our kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
-from infuse import modes
-from infuse.device import Device
-from infuse.errors import UnsupportedCall
-from infuse.modes import LINEAR, PLAIN, dispatch_modes, function_modes, transform
+from infuse.ground import modes
+from infuse.ground.device import Device
+from infuse.ground.errors import UnsupportedCall
+from infuse.ground.modes import LINEAR, PLAIN, dispatch_modes, function_modes, transform
 from infuse.ops.flops import register_flops
 from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.ops.op import Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format

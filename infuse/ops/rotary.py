@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.modes import kept
+from infuse.ground.modes import kept
 from infuse.ops.cache_rows import SCALE_BYTES, quantize_rows
 from infuse.ops.op import Case, op
 

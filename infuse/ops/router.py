@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.op import Case, op
-from infuse.routing import (
+from infuse.ground.routing import (
     ACTIVATIONS,
     FLOAT32,
     LOGITS,
@@ -30,6 +29,7 @@ from infuse.routing import (
     WIDENED,
     Routing,
 )
+from infuse.ops.op import Case, op
 
 _OF_SCORES = {SOFTMAX_OF_SCORES: SOFTMAX, SIGMOID_OF_SCORES: SIGMOID}
 

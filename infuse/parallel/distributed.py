@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infuse import interrupts
-from infuse.errors import RankError
+from infuse.ground import interrupts
+from infuse.ground.errors import RankError
 from infuse.parallel.liveness import Deadline, Heartbeat, Peers, names
 
 SUM_BYTES = 4  # of the checksum that a message starts with

@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infuse.errors import CheckpointError, ConfigError, InfuseError, NotAvailable, OutOfMemory, ProofError, RankError
+from infuse.ground.errors import (
+    CheckpointError,
+    ConfigError,
+    InfuseError,
+    NotAvailable,
+    OutOfMemory,
+    ProofError,
+    RankError,
+)
 from infuse.parallel.distributed import Distributed
 from infuse.parallel.liveness import Home, Peers, names
 from infuse.parallel.shared_memory import SharedMemory, new_region, opened_region, why_not

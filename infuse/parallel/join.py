@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.parallel.dense import with_dense
 from infuse.parallel.group import LOCAL, Group, make_group
 from infuse.parallel.mesh import ONE, Mesh

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infuse import interrupts
-from infuse.errors import RankError
+from infuse.ground import interrupts
+from infuse.ground.errors import RankError
 from infuse.native import DTYPES, kernels, text_of
 from infuse.parallel.distributed import described, gathered_shape
 from infuse.parallel.liveness import Deadline, Peers, names

@@ -10,7 +10,7 @@ from torch import nn
 
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import MixerShape
-from infuse.dtype_cast import buffers_to_cast, kept_in_float32
+from infuse.ground.dtype_cast import buffers_to_cast, kept_in_float32
 from infuse.ops.cache_rows import SCALE_BYTES
 from infuse.plan.formats import quantized_bytes
 from infuse.plan.shared import Sharing

@@ -23,7 +23,7 @@ class Candidate:
     left: tuple[Left, ...]
     choices: Mapping[str, ops.Choice]
     unfit: tuple[tuple[str, str, str], ...]
-    places: tuple[Place, ...]
+    places: tuple[Site, ...]
 
     @property
     def declined(self) -> tuple[tuple[str, str, str], ...]:
@@ -40,7 +40,7 @@ class Table:
     why_left: str
 
 
-class Place:
+class Site:
     """The remaining candidates for the module at `path`, deepest first, after the one in the plan.
 
     Each is decided lazily. `close` releases the model and drops the candidates not decided yet.
@@ -75,14 +75,14 @@ class Place:
         return _decided_place, (self.path, tuple(self))
 
 
-def _decided_place(path: str, candidates: tuple[Candidate, ...]) -> Place:
-    return Place(path, iter(candidates))
+def _decided_place(path: str, candidates: tuple[Candidate, ...]) -> Site:
+    return Site(path, iter(candidates))
 
 
 class Candidates:
     """Iterates over the candidates of `places` in `model`, in which nothing is replaced yet."""
 
-    def __init__(self, model: nn.Module, steps: Iterable[Step], places: Iterable[Place]):
+    def __init__(self, model: nn.Module, steps: Iterable[Step], places: Iterable[Site]):
         self._model = model
         self._places = {place.path: iter(place) for place in places}
         self._taken = {self._key(step) for step in steps}

@@ -15,28 +15,28 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
-from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
-from infuse.architectures.deepspeed import bind_routed, is_routed, routed_in
 from infuse.architectures.diffusion import module_spec
-from infuse.architectures.experts import BoundExperts, ExpertsShape, bind_experts, experts_in, is_experts
+from infuse.architectures.foreign.adapters import adapted, adapter_notes, adapter_parts, is_adapter
+from infuse.architectures.foreign.deepspeed import bind_routed, is_routed, routed_in
+from infuse.architectures.foreign.plain import LinearShape, changed_linears, embedding_shape, linear_shape, linears
+from infuse.architectures.foreign.quantized_elsewhere import quantized_by
 from infuse.architectures.module import BoundModule, ModuleSpec
 from infuse.architectures.packing import Fill
-from infuse.architectures.plain import LinearShape, changed_linears, embedding_shape, linear_shape, linears
-from infuse.architectures.quantized_elsewhere import quantized_by
+from infuse.architectures.parts.experts import BoundExperts, ExpertsShape, bind_experts, experts_in, is_experts
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.errors import ConfigError, SpecMismatch
+from infuse.ground.device import Device
+from infuse.ground.errors import ConfigError, SpecMismatch
 from infuse.inputs.component import is_component
+from infuse.layers.attention.hook import hookable
 from infuse.layers.block import Block
-from infuse.layers.experts import Experts
-from infuse.layers.hook import hookable
-from infuse.layers.named_experts import NamedExperts
+from infuse.layers.mixture.experts import Experts
+from infuse.layers.mixture.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.apart import differences as undivided
 from infuse.plan.apart import kept_apart
 from infuse.plan.bytes import bytes_after, parameter_bytes, state_bytes, token_bytes
-from infuse.plan.candidates import Candidate, Place, Table
+from infuse.plan.candidates import Candidate, Site, Table
 from infuse.plan.chosen_format import with_format
 from infuse.plan.dequantized import without_kernels
 from infuse.plan.effects import without_effect
@@ -150,7 +150,7 @@ class _Walk:
         self.choices: dict[str, ops.Choice] = {}
         # (op, body, reason) for formats that a body leaves to the reference
         self.unfit: dict[tuple[str, str, str], None] = {}
-        self.places: list[Place] = []
+        self.places: list[Site] = []
         self.torchs_own: dict[str, list[str]] = {}  # class → paths of the leaves of a component that stay
         self.decided: set[int] = set()  # ids of modules: a module in several places gets one step
 
@@ -195,7 +195,7 @@ class _Walk:
     def place(self, path: str, *ways: _Way) -> None:
         """Take the first of `ways` that fits; the rest become further candidates for the place."""
         if rest := self.take(path, ways):
-            self.places.append(Place(path, _further(self.facts, path, rest)))
+            self.places.append(Site(path, _further(self.facts, path, rest)))
 
     def leave(self, path: str, why: str) -> None:
         self.entries.append(Left(path, why))

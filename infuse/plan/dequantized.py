@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from infuse import native, ops
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.plan.step import Step
 from infuse.quant.parse import quant_format
 

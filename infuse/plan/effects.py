@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from infuse.architectures.experts import drops_tokens
+from infuse.architectures.parts.experts import drops_tokens
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.layers.block import Block
 from infuse.plan.step import Step
 

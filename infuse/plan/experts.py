@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from infuse.architectures.deepspeed import routed_in
-from infuse.architectures.experts import BoundExperts, experts_in
+from infuse.architectures.foreign.deepspeed import routed_in
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import PartShape
+from infuse.architectures.parts.experts import BoundExperts, experts_in
 from infuse.config.inference import InferenceConfig
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.parallel.mesh import Mesh
 from infuse.plan.formats import Formats, linears_of, matrices_made
 from infuse.plan.found import grouped

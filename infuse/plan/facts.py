@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from infuse import ops
-from infuse.architectures.deepspeed import routed_in
-from infuse.architectures.experts import drops_tokens, router_paths
+from infuse.architectures.foreign.deepspeed import routed_in
+from infuse.architectures.foreign.read_weights import read_linears
 from infuse.architectures.layer import Bound, LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix, named
-from infuse.architectures.read_weights import read_linears
-from infuse.authors import package_of
+from infuse.architectures.parts.experts import drops_tokens, router_paths
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.dtype_cast import kept_in_float32
-from infuse.errors import SpecMismatch
+from infuse.ground.authors import package_of
+from infuse.ground.device import Device
+from infuse.ground.dtype_cast import kept_in_float32
+from infuse.ground.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
 from infuse.plan.dequantized import refused_bodies

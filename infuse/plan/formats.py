@@ -14,9 +14,9 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.part import HasMatrices, Matrix, matrix_of, named
 from infuse.config import keys as config_keys
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.layers.experts import experts_op
+from infuse.ground.device import Device
 from infuse.layers.linear import linear_op
+from infuse.layers.mixture.experts import experts_op
 from infuse.native import keeps_activations
 from infuse.plan.found import grouped
 from infuse.plan.stored import NOTHING_STORED, StoredFormats

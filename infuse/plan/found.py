@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from infuse.architectures.adapters import base_path, is_adapter
+from infuse.architectures.foreign.adapters import base_path, is_adapter
+from infuse.ground.questions import attribute, returned
 from infuse.inputs.model import reads_states
-from infuse.questions import attribute, returned
 
 _TABLE = "get_input_embeddings"
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index

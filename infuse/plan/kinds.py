@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from infuse.architectures.deepspeed import RoutedShape
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.foreign.deepspeed import RoutedShape
+from infuse.architectures.foreign.plain import EmbeddingShape, LinearShape
+from infuse.architectures.foreign.split import SplitShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.module import ModuleShape
-from infuse.architectures.plain import EmbeddingShape, LinearShape
-from infuse.architectures.split import SplitShape
+from infuse.architectures.parts.experts import ExpertsShape
 
 BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
 EXPERTS, MODULE = "experts", "module"

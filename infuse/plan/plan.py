@@ -14,7 +14,7 @@ import torch
 
 from infuse.ops.op import DEQUANTIZED
 from infuse.parallel.mesh import ONE, Mesh
-from infuse.plan.candidates import Candidate, Place
+from infuse.plan.candidates import Candidate, Site
 from infuse.plan.digest import digest_of
 from infuse.plan.formats import matrix_name
 from infuse.plan.found import grouped
@@ -79,7 +79,7 @@ class Plan:
     kv_cache: str | None = None
     token_bytes: tuple[int, int] = (0, 0)
     state_bytes: int = 0
-    places: tuple[Place, ...] = field(default=(), compare=False)
+    places: tuple[Site, ...] = field(default=(), compare=False)
     stored: StoredFormats = NOTHING_STORED
     receipts: tuple[str, ...] = field(default=(), compare=False)
 

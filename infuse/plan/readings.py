@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.experts import experts_in
+from infuse.architectures.foreign.plain import linears
 from infuse.architectures.layer import Bound
-from infuse.architectures.plain import linears
-from infuse.authors import LIBRARIES, package_of, users_methods
-from infuse.errors import SpecMismatch, in_brief
+from infuse.architectures.parts.experts import experts_in
+from infuse.ground.authors import LIBRARIES, package_of, users_methods
+from infuse.ground.errors import SpecMismatch, in_brief
 from infuse.inputs.component import is_component
-from infuse.layers.contract import NEUTRAL, SERVED, unserved
+from infuse.layers.calls.contract import NEUTRAL, SERVED, unserved
 from infuse.plan.found import config_around, model_around, models_around, one_by_one, traits
 from infuse.reading.calls import NOT_REACHED, UNTOUCHED, LayerCall, reads_on_cache, recorded_calls
 from infuse.reading.effects import attributes, changed, reads_index

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from infuse.architectures.packing import Fill
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.plan.step import Step
 from infuse.weights.fill import moves
 from infuse.weights.lazy import tensor_at

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from infuse.architectures.foreign.split import SplitShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill, Part, rejoined
 from infuse.architectures.part import Matrix
 from infuse.architectures.ranks import Shape
-from infuse.architectures.split import SplitShape
 from infuse.plan.formats import matrices_made, quantized_bytes
 from infuse.plan.kinds import KINDS, Kind, shape_class
 from infuse.quant.parse import quant_format

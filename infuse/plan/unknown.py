@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.deepspeed import routed_in
+from infuse.architectures.foreign.deepspeed import routed_in
 from infuse.architectures.ranks import RankShare
 from infuse.config import keys as config_keys
 from infuse.parallel.mesh import Mesh

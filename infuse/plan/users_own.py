@@ -15,10 +15,10 @@ from torch import nn
 
 from infuse.architectures import specs_for
 from infuse.architectures.diffusion import module_spec
+from infuse.architectures.foreign.plain import patched
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.plain import patched
-from infuse.authors import LIBRARIES, is_librarys, users_methods, words_of
-from infuse.layers.recorders import has_recorders_alone
+from infuse.ground.authors import LIBRARIES, is_librarys, users_methods, words_of
+from infuse.layers.calls.recorders import has_recorders_alone
 
 _CONTAINERS = "torch.nn.modules.container"  # their children have arbitrary names
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse import memory
+from infuse.ground import memory
 from infuse.native import isa, kernels
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from infuse import interrupts
-from infuse.device import device_of
+from infuse.ground import interrupts
+from infuse.ground.device import device_of
+from infuse.ground.temporary_hooks import TemporaryHooks
 from infuse.profile.probe import read_bandwidth
-from infuse.temporary_hooks import TemporaryHooks
 
 if TYPE_CHECKING:
     from rich.table import Table

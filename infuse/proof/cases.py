@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from transformers.cache_utils import Cache
 
-from infuse import interrupts
-from infuse.architectures.experts import BATCHES, EVERY, ONE_HOT, ExpertsShape
 from infuse.architectures.part import Matrix
-from infuse.errors import CheckpointError, RankError
+from infuse.architectures.parts.experts import BATCHES, EVERY, ONE_HOT, ExpertsShape
+from infuse.ground import interrupts
+from infuse.ground.errors import CheckpointError, RankError
+from infuse.ground.temporary_hooks import StopModel, watched
 from infuse.inputs.model import SEED
 from infuse.proof.sessions import Session, session_inputs, short_window
-from infuse.temporary_hooks import StopModel, watched
 
 CACHE = object()  # placeholder for the model's cache in a call: each run uses its own, and the recorded one is freed
 

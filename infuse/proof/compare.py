@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from infuse.architectures.experts import ExpertsShape
-from infuse.dtype_cast import in_dtype
-from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
-from infuse.modes import Transparent
+from infuse.architectures.parts.experts import ExpertsShape
+from infuse.ground.dtype_cast import in_dtype
+from infuse.ground.errors import CheckpointError, RankError, UnsupportedCall, in_brief
+from infuse.ground.modes import Transparent
 from infuse.plan.bytes import has_state
 from infuse.plan.step import Step
 from infuse.proof.cases import CACHE, Case

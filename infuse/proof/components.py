@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from infuse.errors import CheckpointError, RankError
+from infuse.ground.errors import CheckpointError, RankError
 from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
 from infuse.inputs.model import RandomTensors
 from infuse.proof.cases import Call, Case, record_run

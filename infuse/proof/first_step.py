@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infuse import interrupts
-from infuse.errors import CheckpointError, RankError, in_brief
+from infuse.ground import interrupts
+from infuse.ground.errors import CheckpointError, RankError, in_brief
+from infuse.ground.temporary_hooks import watched
+from infuse.ground.undisturbed import undisturbed
 from infuse.inputs.component import called_inside
 from infuse.inputs.pipeline import pipeline_inputs
 from infuse.proof.cases import CACHE, Call, recorded_call
-from infuse.temporary_hooks import watched
-from infuse.undisturbed import undisturbed
 
 FIRST_STEP = "the pipeline's own first step"
 

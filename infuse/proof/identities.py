@@ -14,7 +14,7 @@ from torch import nn
 
 from infuse import architectures
 from infuse.config.inference import InferenceConfig
-from infuse.identity import Code, Unknown, checksum, digest, of_infuse, of_machine, sum_of
+from infuse.ground.identity import Code, Unknown, checksum, digest, of_infuse, of_machine, sum_of
 from infuse.layers import parts
 from infuse.plan.digest import digest_of
 from infuse.plan.found import traits

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.errors import CheckpointError, in_brief
+from infuse.ground.errors import CheckpointError, in_brief
+from infuse.ground.temporary_hooks import StopModel, TemporaryHooks, answered_by, watched
 from infuse.inputs.model import SEED, random_inputs
 from infuse.plan.found import models_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
-from infuse.temporary_hooks import StopModel, TemporaryHooks, answered_by, watched
 from infuse.unknown.install import places_of
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.layers.router import Router, routes_in, with_routes
-from infuse.temporary_hooks import TemporaryHooks
+from infuse.ground.temporary_hooks import TemporaryHooks
+from infuse.layers.mixture.router import Router, routes_in, with_routes
 
 
 @dataclass(frozen=True)

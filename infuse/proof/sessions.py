@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from infuse.architectures.encoder_decoder import STATES_MASK
-from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
+from infuse.architectures.families.encoder_decoder import STATES_MASK
+from infuse.cache.encoded_slot import StatesCache
+from infuse.cache.kv_cache import KVCache, first_counts, tokens_in
+from infuse.ground.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import TOKENS, RandomTensors, first_tokens, like, model_inputs, most_tokens, reads_images
-from infuse.layers.cache import KVCache, first_counts, tokens_in
-from infuse.layers.states_slot import StatesCache
 
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once

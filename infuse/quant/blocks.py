@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.floating import pack_fp6, unpack_fp6
 from infuse.quant.format import Buffer, QuantFormat
 from infuse.quant.integer import pack_nibbles, unpack_nibbles

@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.grouped import ERROR_LENGTHS, SMALLEST_SCALE, GroupedFormat, scales_of
 
 

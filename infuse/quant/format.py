@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 
 LARGEST_WEIGHT = 2.0**126  # 8.5e37; beyond it, code times a rounded scale could overflow float32
 CPU_BLOCK_VALUES = 1 << 17  # a block and two temporaries fit in a core's cache

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import Buffer, QuantFormat
 
 # Scales are bfloat16 by default: a step that is off by 0.2 % costs nothing if codes are rounded against the stored

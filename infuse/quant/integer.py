@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.grouped import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat, scales_of
 from infuse.quant.packing import pack_bits, unpack_bits
 

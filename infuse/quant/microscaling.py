@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.grouped import SCALE_DTYPE, SMALLEST_SCALE, GroupedFormat
 from infuse.quant.integer import pack_nibbles, unpack_nibbles

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import Buffer
 from infuse.quant.grouped import scales_of
 from infuse.quant.integer import IntegerFormat, pack_unsigned, range_of, unpack_unsigned

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.blocks import BLOCKS, BlockFormat
 from infuse.quant.floating import DEFAULT_GROUP as FLOATING
 from infuse.quant.floating import FloatFormat

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.grouped import SMALLEST_SCALE, GroupedFormat, scales_of
 from infuse.quant.integer import pack_nibbles, unpack_nibbles
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn.functional import layer_norm, pad
 
-from infuse.architectures.attention import AttentionShape, NoPosition, Position, Rotary
-from infuse.architectures.norm import LAYER, NormShape
 from infuse.architectures.packing import BLOCKS, PACKINGS, SWAPPED, Fill, Heads, block_starts
-from infuse.errors import SpecMismatch
+from infuse.architectures.parts.attention import AttentionShape, NoPosition, Position, Rotary
+from infuse.architectures.parts.norm import LAYER, NormShape
+from infuse.ground.errors import SpecMismatch
 from infuse.reading.graph import ANGLES, PAST, LayerGraph, Numbers, op_name, random_values
 from infuse.reading.movement import MOVES, is_close, numbered, rows_of
 from infuse.reading.units import LinearUnit, NormUnit

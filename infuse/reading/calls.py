@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache, DynamicCache
 
-from infuse.cache_names import FORMER, cache_argument
-from infuse.errors import in_brief
+from infuse.ground.cache_names import FORMER, cache_argument
+from infuse.ground.errors import in_brief
+from infuse.ground.temporary_hooks import StopModel, watched
 from infuse.inputs.model import model_inputs
 from infuse.reading.results import RESULTS
-from infuse.temporary_hooks import StopModel, watched
 
 CACHE = object()  # stands for the cache among the arguments of a call
 BATCH, TOKENS, FIRST = 5, 13, 7  # sizes that are rarely those of anything else

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from infuse.authors import package_of, with_wrapped
+from infuse.ground.authors import package_of, with_wrapped
 
 INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_number"})  # transformers' names for a layer's index
 _MODULES = frozenset({"random", "time", "os", "datetime", "secrets", "uuid", "numpy.random", "threading"})

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from torch import nn
 
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.reading.calls import NOT_REACHED, LayerCall
 from infuse.reading.graph import op_name
 from infuse.reading.read import Reader, read

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 
 ANGLES = "position_embeddings."  # what the names of cos and sin begin with
 PAST = "cache"  # the argument of a traced call that has as many elements as the cache has tokens

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from infuse.architectures.layer import NOTHING_UNREAD, Unread
-from infuse.authors import package_of, with_wrapped, words_of
+from infuse.ground.authors import package_of, with_wrapped, words_of
 from infuse.reading.uses import Scope, Unclear, uses_of
 
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor, torch.dtype)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.layer import Bound
-from infuse.authors import package_of
-from infuse.cache_folder import READINGS, are_used
-from infuse.errors import SpecMismatch, in_brief
-from infuse.identity import Code, digest, of_infuse, of_machine
-from infuse.logs import log
+from infuse.ground.authors import package_of
+from infuse.ground.cache_folder import READINGS, are_used
+from infuse.ground.errors import SpecMismatch, in_brief
+from infuse.ground.identity import Code, digest, of_infuse, of_machine
+from infuse.ground.logs import log
 from infuse.reading.calls import LayerCall, attention_function
 from infuse.reading.effects import code_of, containers
 from infuse.reading.read import read

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
-from infuse.activations import FUNCTIONS
-from infuse.architectures.mlp import MLPShape
 from infuse.architectures.packing import SWAPPED, Fill, Heads
+from infuse.architectures.parts.mlp import MLPShape
+from infuse.ground.activations import FUNCTIONS
 from infuse.reading.graph import LayerGraph, Numbers, op_name, random_values
 from infuse.reading.movement import MOVES, is_close
 from infuse.reading.units import LinearUnit

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from infuse.architectures.attention import NO_ATTRIBUTE
 from infuse.architectures.layer import SINGLE, TENSOR, TUPLE, Bound, CallSpec, LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import PartShape
+from infuse.architectures.parts.attention import NO_ATTRIBUTE
 from infuse.architectures.program import NORMS, Program
-from infuse.authors import package_of
-from infuse.errors import SpecMismatch, in_brief
+from infuse.ground.authors import package_of
+from infuse.ground.errors import SpecMismatch, in_brief
 from infuse.reading.attention import AttentionReader, cores
 from infuse.reading.calls import NOT_REACHED, LayerCall
 from infuse.reading.effects import outside_reads
@@ -29,7 +29,7 @@ from infuse.reading.finite import take_clamp
 from infuse.reading.graph import PAST, LayerGraph, op_name
 from infuse.reading.mlp import ReadMLP, read_mlp
 from infuse.reading.stream import MLP_PART, Stream
-from infuse.reading.trace import AttentionCall, Told, traced
+from infuse.reading.trace import AttentionCall, Observed, traced
 from infuse.reading.units import LinearUnit, NormUnit, linears, norms, scales
 
 _PRODUCT = "product"
@@ -114,7 +114,7 @@ class Reader:
     layer: nn.Module
     call: LayerCall
     graph: LayerGraph
-    told: Told
+    told: Observed
     first: Reader | None
     parts: dict[str, PartShape] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
-from infuse.architectures.norm import SCALE
+from infuse.architectures.parts.norm import SCALE
 from infuse.architectures.program import ADD, ATTENTION, MLP, NORM, NORM_BRANCH, NORM_STREAM, REDUCE, Program, Step
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.reading.graph import LayerGraph
 from infuse.reading.mlp import ReadMLP
 from infuse.reading.units import LinearUnit, NormUnit, same_rows, terms

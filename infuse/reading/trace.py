@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from transformers.cache_utils import Cache
 
-from infuse.errors import SpecMismatch, in_brief
+from infuse.ground.errors import SpecMismatch, in_brief
 from infuse.reading.attention import cores
 from infuse.reading.calls import CACHE, LayerCall, Untouched
 from infuse.reading.effects import attributes, changed, containers
@@ -56,7 +56,7 @@ class AttentionCall:
 
 
 @dataclass
-class Told:
+class Observed:
     """What a layer told others while it was traced: attention functions, and the cache, by its place there."""
 
     attention: list[AttentionCall] = field(default_factory=list)
@@ -66,7 +66,9 @@ class Told:
     asks_finite: bool = False  # in float16, whether values are finite
 
 
-def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True, is_far: bool = False) -> tuple[LayerGraph, Told]:
+def traced(
+    layer: nn.Module, call: LayerCall, *, finite: bool = True, is_far: bool = False
+) -> tuple[LayerGraph, Observed]:
     """Trace one call of `layer`, all tensors of which are on meta. SpecMismatch says why it cannot be traced.
 
     `finite`: the answer to a layer that asks whether its values are finite. `is_far`: the same call of far more texts
@@ -74,7 +76,7 @@ def traced(layer: nn.Module, call: LayerCall, *, finite: bool = True, is_far: bo
     """
     from infuse.reading.sizes import as_values
 
-    told = Told()
+    told = Observed()
     answers = Answers(finite)
     called = _Called(layer, call, told, answers, is_far)
     printed = io.StringIO()
@@ -127,7 +129,7 @@ class _NeedsValues(Exception):
 class _Called:
     """The call of a layer as a function of all tensors of the call; a cache is made inside."""
 
-    def __init__(self, layer: nn.Module, call: LayerCall, told: Told, answers: Answers, is_far: bool):
+    def __init__(self, layer: nn.Module, call: LayerCall, told: Observed, answers: Answers, is_far: bool):
         self.layer, self._answers = layer, answers
         leaves, self._structure = tree_flatten_with_path(dict(call.arguments))
         self._constants = [None if isinstance(leaf, Tensor) or leaf is CACHE else leaf for _, leaf in leaves]
@@ -365,9 +367,9 @@ class _Appends(Cache):
     """A cache with unknown rows, to which a layer can only append."""
 
     _past: Tensor
-    _told: Told
+    _told: Observed
 
-    def __init__(self, past: Tensor, told: Told):
+    def __init__(self, past: Tensor, told: Observed):
         vars(self).update(_past=past, _told=told)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -395,7 +397,7 @@ def _argument(path: Any) -> str:
 
 
 @contextlib.contextmanager
-def _attention_watched(layer: nn.Module, told: Told) -> Iterator[None]:
+def _attention_watched(layer: nn.Module, told: Observed) -> Iterator[None]:
     """Context in which calls of attention functions, looked up by name, are noted in `told`."""
     from transformers.modeling_utils import AttentionInterface  # imported when used: it takes seconds
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from infuse.architectures.norm import LAYER, RMS, SCALE, NormShape
 from infuse.architectures.packing import Fill
+from infuse.architectures.parts.norm import LAYER, RMS, SCALE, NormShape
 from infuse.reading.graph import LayerGraph, op_name
 
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"})

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.parallel.group import Group
 from infuse.parallel.slices import Cut
 from infuse.shards.index import FORMAT, SEAL, checksums_text, cut_text, seal

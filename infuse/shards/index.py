@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from infuse.config.quant import Quant
 from infuse.config.values import Format, parse_dtype, parse_format
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.parallel.slices import Band, Cut, Range, bands_of
 from infuse.weights.sources import SAVED, inside, read_json
 

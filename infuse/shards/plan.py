@@ -15,8 +15,8 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures.packing import Fill
-from infuse.device import Device
-from infuse.errors import CheckpointError
+from infuse.ground.device import Device
+from infuse.ground.errors import CheckpointError
 from infuse.parallel.slices import Band, Cut, Range, Span, are_along, taken
 from infuse.plan.candidates import Candidates
 from infuse.plan.formats import matrix_ops

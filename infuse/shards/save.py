@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.foreign.plain import LinearShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.plain import LinearShape
 from infuse.config.inference import InferenceConfig
-from infuse.errors import CheckpointError, ConfigError
-from infuse.layers.experts import QuantizedExpertMatrix, stored_body
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.layers.linear import Quantized, QuantizedLinear
+from infuse.layers.mixture.experts import QuantizedExpertMatrix, stored_body
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
 from infuse.plan.digest import digest_of

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from infuse.architectures.foreign.plain import linears
+from infuse.architectures.foreign.split import Count, SplitShape, TablePart
 from infuse.architectures.packing import BLOCKS, FOUR_PARTS, Fill, block_starts
 from infuse.architectures.part import COLUMN, ROW, Matrix
-from infuse.architectures.plain import linears
 from infuse.architectures.ranks import RankShare
-from infuse.architectures.split import Count, SplitShape, TablePart
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import Cut, Range, Span, split, split_heads, taken, total
 from infuse.unknown.interpretations import Interpretation, LayerChain, owner_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infuse.architectures.split import SplitShape
+from infuse.architectures.foreign.split import SplitShape
 from infuse.parallel.group import Group
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]

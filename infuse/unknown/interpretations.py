@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from infuse.architectures.foreign.plain import LinearShape, linear_shape
 from infuse.architectures.packing import BLOCKS, FOUR_PARTS, PER_GROUP, PER_HEAD, Heads
-from infuse.architectures.plain import LinearShape, linear_shape
 from infuse.unknown.roles import Chain
 
 _HEAD_KEYS = (

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from infuse.architectures.foreign.plain import linears
 from infuse.architectures.part import COLUMN, ROW, WHOLE
-from infuse.architectures.plain import linears
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.unknown.trace import Trace, traced
 
 _STYLES = {"colwise": COLUMN, "rowwise": ROW}

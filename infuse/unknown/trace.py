@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infuse.architectures.foreign.plain import linear_shape
 from infuse.architectures.part import named
-from infuse.architectures.plain import linear_shape
+from infuse.ground.temporary_hooks import watched
+from infuse.ground.undisturbed import undisturbed
 from infuse.inputs.model import model_inputs
-from infuse.temporary_hooks import watched
-from infuse.undisturbed import undisturbed
 
 _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not its values
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from infuse.instance_method import InstanceMethod
+from infuse.ground.instance_method import InstanceMethod
 from infuse.weights.state import original_of
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.coded import decoded
 from infuse.weights.coded.quanto import Grouped
 from infuse.weights.gguf.config import config_notes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infuse.architectures.part import named
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 
 
 def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], str, Tensor]]:

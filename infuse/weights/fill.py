@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from infuse import memory, ops
+from infuse import ops
 from infuse.architectures.packing import STACK, Fill, StackedExperts, spans
 from infuse.architectures.part import named
-from infuse.errors import ConfigError
+from infuse.ground import memory
+from infuse.ground.errors import ConfigError
 from infuse.parallel.slices import Cut, Span
 from infuse.quant.format import Buffer, QuantFormat, QuantizedWeight
 from infuse.quant.integer import IntegerFormat

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infuse.architectures.foreign.quantized_elsewhere import is_quantized, quantized_by
 from infuse.architectures.part import named
-from infuse.architectures.quantized_elsewhere import is_quantized, quantized_by
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.coded import decoded_as
 from infuse.weights.coded.modules import (
     BITSANDBYTES,

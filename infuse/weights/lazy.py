@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.ops.quantize import values_of
 from infuse.parallel.slices import Span, taken
 from infuse.quant.format import Buffer, QuantFormat, QuantizedWeight

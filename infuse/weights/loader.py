@@ -17,10 +17,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from infuse import interrupts, memory
-from infuse.device import device_of
-from infuse.dtype_cast import cast_buffers, kept_in_float32
-from infuse.temporary_hooks import TemporaryHooks, answered_by
+from infuse.ground import interrupts, memory
+from infuse.ground.device import device_of
+from infuse.ground.dtype_cast import cast_buffers, kept_in_float32
+from infuse.ground.temporary_hooks import TemporaryHooks, answered_by
 from infuse.weights.computed import computed_tensors
 from infuse.weights.fill import Wanted
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, Rearranged, Transposed, live, tensor_at

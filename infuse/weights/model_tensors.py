@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.plain import linear_shape
-from infuse.errors import CheckpointError
+from infuse.architectures.foreign.plain import linear_shape
+from infuse.ground.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint, in_words, same_values
 from infuse.weights.foreign import Recognised, Unread, recognised
 from infuse.weights.lazy import LazyTensor, Transposed

@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infuse import memory
-from infuse.checksum import crc32
-from infuse.errors import CheckpointError
+from infuse.ground import memory
+from infuse.ground.checksum import crc32
+from infuse.ground.errors import CheckpointError
 from infuse.weights.lazy import Slices, Stored
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({

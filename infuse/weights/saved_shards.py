@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.parallel.slices import Band, Cut, Span, are_along, taken
 from infuse.quant.format import Buffer
 from infuse.weights.fill import ORDER, VALUES, Wanted

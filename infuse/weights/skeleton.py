@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from infuse import memory
 from infuse.architectures.part import named
+from infuse.ground import memory
 
 _ALIGNED = 64  # bytes, as PyTorch aligns what it allocates: from elsewhere, a product may sum up in another order
 _LARGE = 1 << 12  # bytes of a buffer of which equal ones are kept once

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.parts import SUFFIX, all_parts, in_folder
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.adapters import is_adapter
+from infuse.architectures.foreign.adapters import is_adapter
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
-from infuse.errors import WAY_BACK, UnsupportedCall
+from infuse.ground.errors import WAY_BACK, UnsupportedCall
 from infuse.weights.fill import ORDER, filled, quantized, shared_values, source_tensors, source_view
 from infuse.weights.lazy import InMemory, LazyTensor, Lookup, OnDevice, place_of
 from infuse.weights.names import placed

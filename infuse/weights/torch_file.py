@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.lazy import Slices, Stored
 
 _INNER = ("module", "model", "state_dict")  # keys under which training checkpoints keep the model's tensors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 
 # Methods whose results are independent of the layer, or name the class of the tensor: they get an ordinary one.
 _COPIES = frozenset(

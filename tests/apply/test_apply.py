@@ -20,9 +20,9 @@ import infuse
 from infuse import native
 from infuse.apply.apply import apply
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
+from infuse.ground.device import Device
+from infuse.ground.modes import Transparent
 from infuse.layers.block import Block
-from infuse.modes import Transparent
 from infuse.ops import Body, registered
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan

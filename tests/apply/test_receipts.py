@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infuse
-from infuse import architectures, cache_folder, identity
+from infuse import architectures
 from infuse.apply import prove as proving
-from infuse.cache_folder import READINGS, RECEIPTS
+from infuse.ground import cache_folder, identity
+from infuse.ground.cache_folder import READINGS, RECEIPTS
 from infuse.layers import parts
 from infuse.proof import compare, identities
 from infuse.quant import parse

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import infuse
 from infuse.apply.restore import BEFORE
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.gradient import InferenceModule
 from infuse.weights.skeleton import Was
 from tests.models import encoder_decoders

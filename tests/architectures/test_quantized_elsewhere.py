@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
+from infuse.architectures.foreign.quantized_elsewhere import offloaded, quantized_by
 from tests.models.families import BY_NAME, inputs
 from tests.support.libraries import stand_in
 

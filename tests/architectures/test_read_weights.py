@@ -12,8 +12,8 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.plain import linears
-from infuse.architectures.read_weights import read_linears
+from infuse.architectures.foreign.plain import linears
+from infuse.architectures.foreign.read_weights import read_linears
 from infuse.layers.linear import QuantizedLinear
 from tests.models.every_architecture import tiny_config
 

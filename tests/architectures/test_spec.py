@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import infuse
-from infuse.architectures import SPECS, Bound, bind_any, conformer, towers
-from infuse.architectures.deepseek import WITH_INDEXERS
+from infuse.architectures import SPECS, Bound, bind_any
+from infuse.architectures.families import conformer, towers
+from infuse.architectures.families.deepseek import WITH_INDEXERS
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.part import COLUMN, ROW, Parameter
 from infuse.architectures.ranks import RankShare, layer_part
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from tests.models.encoder_decoders import BY_NAME as ENCODER_DECODERS
 from tests.models.families import BY_NAME as LISTED

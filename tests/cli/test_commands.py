@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import infuse
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.native import BINARY
 from infuse_cli import model_folder
 from infuse_cli.bench import Speed, table

@@ -19,8 +19,8 @@ from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
 import infuse
-from infuse.errors import UnsupportedCall
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.linear import Linear
 from infuse.ops import registered
 from tests.models.families import BY_NAME, GQA, enlarge, inputs

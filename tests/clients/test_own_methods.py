@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMixin, StoppingCriteria
 
 import infuse
-from infuse.authors import LibraryCalls
 from infuse.generate.install import _REPLAYED, _names_of_arguments
+from infuse.ground.authors import LibraryCalls
 from tests.models.families import BY_NAME
 from tests.support.graphed import graphed
 from tests.support.side_by_side import ids

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import infuse
 from infuse import native
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
 from tests.models.families import BY_NAME, FAMILIES, RELATIVES, Family, inputs
 from tests.support.copies import by_pickle, by_torch
 from tests.support.forked import Program, start
@@ -194,7 +194,7 @@ def test_a_process_without_the_kernels_refuses(tmp_path: Path) -> None:
     _, err = program.communicate()
     said = err.strip().splitlines()[-1]
     assert program.returncode == 1
-    assert said.startswith("infuse.errors.UnsupportedCall: this model was pickled with the 'cpu' kernels of ")
+    assert said.startswith("infuse.ground.errors.UnsupportedCall: this model was pickled with the 'cpu' kernels of ")
     assert "which do not run here: INFUSE_CPU_ISA=off. Load it where they run; or" in said
 
 

@@ -14,8 +14,8 @@ import torch
 from infuse.config.inference import WITHOUT_EFFECT, InferenceConfig
 from infuse.config.quant import ModuleQuant
 from infuse.config.values import parse_dtype, parse_format
-from infuse.device import Device
-from infuse.errors import ConfigError
+from infuse.ground.device import Device
+from infuse.ground.errors import ConfigError
 from infuse.parallel.join import AskedRanks
 
 make = InferenceConfig.make

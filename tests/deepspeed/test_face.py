@@ -13,7 +13,7 @@ import infuse
 import infuse.deepspeed as deepspeed
 from infuse.config.inference import InferenceConfig
 from infuse.deepspeed import module_inject
-from infuse.errors import ConfigError, NotAvailable
+from infuse.ground.errors import ConfigError, NotAvailable
 
 
 class Layer(nn.Module):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from infuse.apply.load import planned
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.parallel.mesh import Mesh
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf.blocks import FORMATS

@@ -19,8 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import infuse
 import infuse.deepspeed as deepspeed
-from infuse.device import Device
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
+from infuse.ground.device import Device
 from tests.models.families import BY_NAME, GPT, enlarge, inputs
 from tests.support.side_by_side import assert_close, ids, injected, logits
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import infuse
 from infuse import native
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
 from infuse.layers.linear import QuantizedLinear
 from tests.models.families import BY_NAME, inputs
 from tests.support.forked import Program

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import infuse
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from tests.models import encoder_decoders
 from tests.models.families import BY_NAME
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.device import device_of
+from infuse.ground.device import device_of
 
 
 class Doubles(nn.Module):

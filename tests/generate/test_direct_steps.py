@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 import infuse
-from infuse.authors import LibraryCalls
 from infuse.generate import direct, install
 from infuse.generate.choose import likeliest
 from infuse.generate.direct import DirectSteps
-from infuse.layers.native_part import Columns
-from infuse.layers.stack import Answer, Called, StackCall
+from infuse.ground.authors import LibraryCalls
+from infuse.layers.native.part import Columns
+from infuse.layers.native.stack import BlockArguments, DecodeSession, StackCall
 from infuse.native import kernels
 from infuse.ops.cpu.program import CosSin, NativeProgram
 from tests.models import vision_language
@@ -47,20 +47,20 @@ ELSEWHERE = {"gpt2": "adds positions"}
 def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that was asked of all blocks, whether it was made in one call."""
     found: list[bool] = []
-    step, tokens = Answer.step, Answer.tokens
+    step, tokens = DecodeSession.step, DecodeSession.tokens
 
-    def noted(self: Answer, x: Tensor, cos_sin: CosSin) -> Tensor | None:
+    def noted(self: DecodeSession, x: Tensor, cos_sin: CosSin) -> Tensor | None:
         out = step(self, x, cos_sin)
         found.append(out is not None)
         return out
 
-    def all_noted(self: Answer, *args: Any) -> Tensor | None:
+    def all_noted(self: DecodeSession, *args: Any) -> Tensor | None:
         out = tokens(self, *args)
         found.extend([True] * (0 if out is None else out.shape[1]))
         return out
 
-    monkeypatch.setattr(Answer, "step", noted)
-    monkeypatch.setattr(Answer, "tokens", all_noted)
+    monkeypatch.setattr(DecodeSession, "step", noted)
+    monkeypatch.setattr(DecodeSession, "tokens", all_noted)
     return found
 
 
@@ -409,7 +409,7 @@ def test_blocks_are_turned_by_positions_of_their_own_kind(
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     exact, stack = answer(engine), engine.module._infuse.direct.stack
     assert stack.called.kinds == kinds and made == [True] * DIRECT
-    monkeypatch.setattr(Called, "columns", lambda self, block: Columns(0, self.widths[0]))
+    monkeypatch.setattr(BlockArguments, "columns", lambda self, block: Columns(0, self.widths[0]))
     other = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     made.clear()
     assert torch.equal(answer(other), exact) and made == [True]

@@ -25,9 +25,9 @@ from transformers.generation import (
 )
 
 import infuse
+from infuse.cache.kv_cache import KVCache
 from infuse.generate import loop
 from infuse.generate.choose import Processed, ends_of
-from infuse.layers.cache import KVCache
 from tests.models.every_architecture import tiny_config
 from tests.models.families import BY_NAME, inputs
 from tests.support.asked_of_generate import OddTokensOnly, StopAtLength

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import infuse
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
 from infuse.generate import loop
 from infuse.generate.install import uninstall
-from infuse.layers.cache import KVCache
-from infuse.layers.one_call import StepCall
-from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.native.one_call import StepCall
 from infuse.native import kernels
 from tests.models.families import BY_NAME, inputs
 from tests.support.ranks import Ranks

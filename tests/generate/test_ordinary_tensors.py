@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 import infuse
-from infuse.cache_names import cache_in
 from infuse.generate.loop import CACHE_NAME
+from infuse.ground.cache_names import cache_in
 from tests.models.encoder_decoders import BY_NAME as PAIRS
 from tests.models.encoder_decoders import encoded
 from tests.models.families import BY_NAME, inputs

@@ -13,13 +13,13 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import LogitsProcessor
 
 import infuse
-from infuse.cache_names import cache_in
-from infuse.errors import ContextLimitError, InfuseError
+from infuse.cache.encoded_slot import EncodedSlot, StatesCache
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.pairs.cache import PairCache
+from infuse.ground.cache_names import cache_in
+from infuse.ground.errors import ContextLimitError, InfuseError
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.stack import Answer
-from infuse.layers.states_slot import StatesCache, StatesSlot
+from infuse.layers.native.stack import DecodeSession
 from infuse.native import kernels
 from tests.models.encoder_decoders import BY_NAME, RELATIVES, encoded, made
 from tests.support.relatives import less
@@ -40,20 +40,20 @@ Counted = dict[str, int]
 def steps(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """How many steps were made in one call, one by one and several at once."""
     found = {"one": 0, "many": 0}
-    step, tokens = Answer.step, Answer.tokens
+    step, tokens = DecodeSession.step, DecodeSession.tokens
 
-    def noted(self: Answer, *args: Any) -> Tensor | None:
+    def noted(self: DecodeSession, *args: Any) -> Tensor | None:
         out = step(self, *args)
         found["one"] += out is not None
         return out
 
-    def all_noted(self: Answer, *args: Any) -> Tensor | None:
+    def all_noted(self: DecodeSession, *args: Any) -> Tensor | None:
         out = tokens(self, *args)
         found["many"] += 0 if out is None else out.shape[1]
         return out
 
-    monkeypatch.setattr(Answer, "step", noted)
-    monkeypatch.setattr(Answer, "tokens", all_noted)
+    monkeypatch.setattr(DecodeSession, "step", noted)
+    monkeypatch.setattr(DecodeSession, "tokens", all_noted)
     return found
 
 
@@ -328,7 +328,7 @@ def test_rows_of_the_batch_must_fit_the_states() -> None:
 
 
 def test_a_slot_has_the_protocol_of_other_slots() -> None:
-    slot = StatesSlot("int8")
+    slot = EncodedSlot("int8")
     slot.fill(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 3)
     copied = slot.copied()
     assert copied.storages[0] is not slot.storages[0] and torch.equal(copied.keys, slot.keys) and copied.rows == 3

@@ -11,10 +11,10 @@ import transformers as t
 from torch import Tensor
 
 import infuse
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.slot import KVSlot
 from infuse.generate.candidates import most_candidates
 from infuse.generate.speculation import accepted
-from infuse.layers.cache import KVCache
-from infuse.layers.slot import KVSlot
 from infuse.native import isa, limits
 from tests.models.families import BY_NAME, inputs
 from tests.support.asked_of_generate import OddTokensOnly, StopAtLength

@@ -12,7 +12,7 @@ from transformers.models.speecht5 import SpeechT5Config, SpeechT5ForSpeechToText
 
 import infuse
 from infuse.generate.loop import rotates_by_length
-from infuse.questions import attribute, parameters, returned
+from infuse.ground.questions import attribute, parameters, returned
 from tests.models.encoder_decoders import BY_NAME as PAIRS
 from tests.models.encoder_decoders import encoded, made
 from tests.models.families import BY_NAME

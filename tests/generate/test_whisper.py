@@ -19,9 +19,9 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria, St
 from transformers.generation import LogitsProcessor
 
 import infuse
-from infuse.cache_names import cache_argument, cache_in
+from infuse.ground.cache_names import cache_argument, cache_in
 from infuse.layers.block import Block
-from infuse.layers.stack import Answer
+from infuse.layers.native.stack import DecodeSession
 from infuse.native import kernels
 from tests.models.encoder_decoders import BY_NAME, encoded, made
 from tests.models.whisper import END, FALLBACK, FRAMES, ID, SPECIAL, TIMES, sounds, whisper
@@ -184,14 +184,14 @@ def test_windows_of_30_seconds() -> None:
 def test_steps_in_each_window_are_made_in_one_call(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the batch has become smaller; not behind a mask over what was said before, which hides padding."""
     made_at: list[int] = []
-    step = Answer.step
+    step = DecodeSession.step
 
-    def noted(self: Answer, x: Tensor, *args: Any) -> Tensor | None:
+    def noted(self: DecodeSession, x: Tensor, *args: Any) -> Tensor | None:
         out = step(self, x, *args)
         made_at.extend([len(x)] if out is not None else [])
         return out
 
-    monkeypatch.setattr(Answer, "step", noted)
+    monkeypatch.setattr(DecodeSession, "step", noted)
     asked: dict[str, Any] = dict(**sounds(470, 150), return_timestamps=True, max_new_tokens=12, num_beams=beams)
     pair()[1].generate(**asked)
     assert set(made_at) == {beams, 2 * beams}

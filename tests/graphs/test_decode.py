@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import infuse
+from infuse.cache.kv_cache import KVCache
 from infuse.graphs.pool import BucketPool
-from infuse.layers.cache import KVCache
 from tests.support.decoding import NAMES, ON_HOST, PROMPT, SAMPLING, made, original, padded, rows_of, same, seeded
 from tests.support.fake_graph import RunAgainBackend
 from tests.support.graphed import graphed
@@ -297,7 +297,7 @@ def test_a_cap_on_tokens(limit: int) -> None:
     engine, backend = graphed(made("llama"), limit_tokens=limit)
     for tokens in (9, 25, 4):
         same("llama", engine, **padded(tokens=tokens), max_new_tokens=limit - tokens)
-    with pytest.raises(infuse.errors.ContextLimitError):
+    with pytest.raises(infuse.ground.errors.ContextLimitError):
         engine.generate(**padded(), max_new_tokens=limit)
     assert len(backend.captures) == 1 and {bucket.capacity_tokens for bucket in engine.module._infuse.buckets.idle} == {
         limit

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import infuse
-from infuse.errors import InfuseError, OutOfMemory
 from infuse.generate.install import uninstall
+from infuse.ground.errors import InfuseError, OutOfMemory
 from tests.models.families import BERT_LINEAGE, BY_NAME, Family, inputs
 from tests.support.graphed import Greedy, graphed
 

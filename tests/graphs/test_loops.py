@@ -17,11 +17,11 @@ import transformers as t
 from transformers import DynamicCache
 
 import infuse
-from infuse.authors import LibraryCalls
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.slot import KVSlot
 from infuse.graphs.bucket import Bucket
 from infuse.graphs.graphed_cache import GraphedCache
-from infuse.layers.cache import KVCache
-from infuse.layers.slot import KVSlot
+from infuse.ground.authors import LibraryCalls
 from tests.support.decoding import PROMPT, made, original, padded, rows_of, same, seeded
 from tests.support.fake_graph import FakeBackend
 from tests.support.graphed import graphed
@@ -99,7 +99,7 @@ def test_a_bucket_serves_our_loop_and_others() -> None:
 def test_a_cap_on_tokens() -> None:
     engine, backend = graphed(made("llama"), limit_tokens=40)
     same("llama", engine, **padded(), max_new_tokens=40 - PROMPT, num_beams=2)
-    with pytest.raises(infuse.errors.ContextLimitError):
+    with pytest.raises(infuse.ground.errors.ContextLimitError):
         engine.generate(**padded(), max_new_tokens=40, num_beams=2)
     assert len(backend.captures) == 1
 

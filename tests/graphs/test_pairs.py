@@ -11,9 +11,9 @@ import torch
 import transformers as t
 
 import infuse
+from infuse.cache.encoded_slot import StatesCache
+from infuse.cache.held_count import HeldCount, HeldCounts
 from infuse.graphs.graphed_cache import GraphedCache
-from infuse.layers.held_count import HeldCount, HeldCounts
-from infuse.layers.states_slot import StatesCache
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, RELATIVES, encoded, made
 from tests.models.families import enlarge
 from tests.models.whisper import FALLBACK, sounds, whisper
@@ -141,7 +141,7 @@ def test_results_are_the_callers(beams: int) -> None:
     agree(models, **encoded(BY_NAME["bart"], padding="right", seed=5), **asked, max_new_tokens=NEW)
     assert_same(found, exact)
     for cache in (found.past_key_values, copy.deepcopy(found.past_key_values)):
-        assert type(cache.self_attention_cache) in (GraphedCache, infuse.layers.cache.KVCache)
+        assert type(cache.self_attention_cache) in (GraphedCache, infuse.cache.kv_cache.KVCache)
         assert type(cache.cross_attention_cache) is StatesCache
     assert backend.captures
     if beams == 1:

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers as t
 
+from infuse.cache.recurrence_slot import StateSlot
 from infuse.graphs.graphed_cache import GraphedCache
-from infuse.layers.recurrence_slot import StateSlot
 from tests.models.families import enlarge, inputs
 from tests.support.fake_graph import FakeBackend
 from tests.support.graphed import graphed, quiet  # noqa: F401  (a fixture)

@@ -21,9 +21,9 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from infuse.graphs.capture import FilledNumbers, backend_for
-from infuse.graphs.runner import GraphRunner, LocalGraph, Places
+from infuse.graphs.runner import GraphRunner, LocalGraph, WeightAddresses
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
-from infuse.modes import Transparent
+from infuse.ground.modes import Transparent
 from tests.support.fake_graph import FakeBackend
 
 Pair = namedtuple("Pair", "first second")
@@ -385,7 +385,7 @@ class Model(nn.Module):
 
 def test_weights_are_read_where_they_lie() -> None:
     model, backend = Model(), FakeBackend()
-    graphs = GraphRunner(model, backend, state=Places(model))
+    graphs = GraphRunner(model, backend, state=WeightAddresses(model))
     x = random(2, 4)
     for _ in range(3):
         graphs(x)

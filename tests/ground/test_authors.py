@@ -14,7 +14,7 @@ import transformers as t
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
-from infuse.authors import is_librarys, users_methods
+from infuse.ground.authors import is_librarys, users_methods
 
 
 class Silent(llama.LlamaMLP):

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from infuse import neighbours
+from infuse.ground import neighbours
 
 
 def test_a_start_that_waited_for_a_core_says_so_in_one_line(monkeypatch, recwarn):
@@ -50,7 +50,7 @@ def test_a_system_that_does_not_tell_has_no_waits(monkeypatch, tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells how long a thread waited")
 def test_the_wait_is_what_linux_measures():
     program = (
-        "import os, time; from infuse.neighbours import waited_seconds\n"
+        "import os, time; from infuse.ground.neighbours import waited_seconds\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "before, stop = waited_seconds(), time.perf_counter() + 0.6\n"
         "while time.perf_counter() < stop: pass\n"

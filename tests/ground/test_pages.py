@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import infuse
-from infuse import memory
+from infuse.ground import memory
 
 
 def huge_kilobytes() -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 import infuse
 from infuse.generate.direct import DirectSteps
-from infuse.temporary_hooks import TemporaryHooks
+from infuse.ground.temporary_hooks import TemporaryHooks
 from tests.models.families import BY_NAME, inputs
 
 

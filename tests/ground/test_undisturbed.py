@@ -12,7 +12,7 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
-from infuse.undisturbed import undisturbed
+from infuse.ground.undisturbed import undisturbed
 from tests.models.families import BY_NAME, SMALL, enlarge
 
 

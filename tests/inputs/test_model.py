@@ -13,12 +13,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from infuse.ground.temporary_hooks import watched
 from infuse.inputs.model import RandomTensors, model_inputs, random_inputs
 from infuse.plan.found import models_around
 from infuse.plan.readings import Readings
 from infuse.reading.calls import BATCH, TOKENS, recorded_calls
 from infuse.reading.outline import outline
-from infuse.temporary_hooks import watched
 from tests.models.every_architecture import model_types, tiny_model
 from tests.models.models_page import records
 

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
 import infuse
-from infuse import errors
-from infuse.errors import UnsupportedCall
-from infuse.layers.cache import KVCache, self_attention_cache
-from infuse.layers.slot import KVSlot
+from infuse.cache.kv_cache import KVCache, self_attention_cache
+from infuse.cache.slot import KVSlot
+from infuse.ground import errors
+from infuse.ground.errors import UnsupportedCall
 from infuse.ops.cache_rows import dequantize_rows, quantize_rows
 from tests.models.families import BY_NAME, inputs
 

@@ -19,12 +19,12 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 import infuse
-from infuse.errors import UnsupportedCall
+from infuse.cache.encoded_slot import StatesCache
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
+from infuse.cache.shown_states import NUMBERS_STATES
 from infuse.generate.pairs.cache import PairCache
-from infuse.layers.cache import KVCache
-from infuse.layers.recurrence_slot import StateSlot
-from infuse.layers.shown_states import NUMBERS_STATES
-from infuse.layers.states_slot import StatesCache
+from infuse.ground.errors import UnsupportedCall
 from tests.models import encoder_decoders
 from tests.models.families import BY_NAME
 from tests.models.families import inputs as inputs_of

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.block import Block
-from infuse.layers.called_part import CalledPart
-from infuse.layers.experts import Experts
-from infuse.layers.router import Router
+from infuse.layers.calls.called_part import CalledPart
+from infuse.layers.mixture.experts import Experts
+from infuse.layers.mixture.router import Router
 from tests.models.encoder_decoders import T5, TEXTS
 from tests.models.families import FAMILIES, inputs
 

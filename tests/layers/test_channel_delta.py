@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import infuse
-from infuse.layers.cache import KVCache
-from infuse.layers.channel_delta import ChannelDelta
-from infuse.layers.latent_attention import LatentAttention
-from infuse.layers.one_call import StepCall
-from infuse.layers.recurrence_slot import StateSlot
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
+from infuse.layers.attention.latent_attention import LatentAttention
+from infuse.layers.native.one_call import StepCall
+from infuse.layers.recurrent.channel_delta import ChannelDelta
 from infuse.native import kernels
 from tests.models.families import BY_NAME, CHANNEL_DELTA, inputs
 from tests.support.one_calls import blocks, calls_noted, part_by_part

@@ -1,4 +1,4 @@
-"""Conformers (layers/conformer.py): frames, padding, formats, records, state dicts, ranks; what the proof refuses."""
+"""Conformers (layers/attention/conformer.py): frames, padding, formats, records, state dicts, ranks, refusals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from transformers.modeling_utils import AttentionInterface
 
 import infuse
 from infuse.architectures import specs_for
-from infuse.architectures.conformer import DistanceVectors
+from infuse.architectures.families.conformer import DistanceVectors
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.program import ADD
-from infuse.layers import conformer
+from infuse.layers.attention.self_attention import conformer
 from infuse.layers.block import Block
 from tests.support.ranks import Ranks, same
 

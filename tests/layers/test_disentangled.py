@@ -1,4 +1,4 @@
-"""Disentangled attention (layers/disentangled.py): buckets by distance and by pair, masks, arguments, float16."""
+"""Disentangled attention (layers/attention/disentangled.py): buckets, masks, arguments, float16."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import transformers as t
 from torch import Tensor
 
 import infuse
-from infuse.layers import disentangled
+from infuse.layers.attention.disentangled import _line, _placed
+from infuse.layers.attention.self_attention import disentangled
 from infuse.layers.block import Block
-from infuse.layers.disentangled import _line, _placed
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import TOLERANCE
 

@@ -1,4 +1,4 @@
-"""A block of an encoder in one call of C++ (layers/one_call.py) against the same block part by part."""
+"""A block of an encoder in one call of C++ (layers/native/one_call.py) against the same block part by part."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.attention import AttentionShape
+from infuse.architectures.parts.attention import AttentionShape
 from infuse.architectures.program import PARALLEL, SANDWICH, program_of
-from infuse.layers import one_call
 from infuse.layers.block import Block
-from infuse.layers.one_call import EncoderCall
+from infuse.layers.native import one_call
+from infuse.layers.native.one_call import EncoderCall
 from infuse.native import isa, kernels
 from infuse.ops.cpu.linear import takes_tiles
 from tests.models.families import BY_NAME

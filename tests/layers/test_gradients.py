@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear
 from tests.models.families import BY_NAME, inputs
@@ -159,7 +159,7 @@ def test_results_can_be_changed_in_place() -> None:
 
 
 def test_attention_of_layers_that_stay_keeps_its_gradients() -> None:
-    from infuse.layers.hook import attend
+    from infuse.layers.attention.hook import attend
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.layers.recurrent import Recurrent
+from infuse.layers.recurrent.convolved import Recurrent
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import logits
 from tests.support.states import NAMES, close, ids_of

@@ -13,8 +13,8 @@ from transformers import DynamicCache, StaticCache
 
 import infuse
 from infuse import ops
-from infuse.layers.cache import KVCache
-from infuse.layers.slot import KVSlot
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.slot import KVSlot
 from infuse.ops.cache_rows import LARGEST_CODE, SCALE_BYTES, dequantize_rows, quantize_rows
 from tests.models.families import BY_NAME, inputs
 from tests.support.ranks import Ranks

@@ -17,11 +17,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 
 import infuse
 from infuse import ops
-from infuse.architectures.latent_attention import COMPLEX, HALVES, PAIRS
+from infuse.architectures.parts.latent_attention import COMPLEX, HALVES, PAIRS
+from infuse.cache.kv_cache import KVCache
+from infuse.layers.attention.latent_attention import LatentAttention
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.inputs import Inputs
-from infuse.layers.latent_attention import LatentAttention
+from infuse.layers.calls.inputs import Inputs
 from tests.models.families import BY_NAME, LATENT, LATENT_MIXTURES, inputs
 from tests.support.side_by_side import injected, pair
 from tests.support.tolerance import assert_near

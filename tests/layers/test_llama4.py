@@ -17,13 +17,13 @@ from transformers.models.llama4 import modeling_llama4
 
 import infuse
 from infuse.architectures import bind_any, specs_for
-from infuse.errors import SpecMismatch
-from infuse.layers import attention
+from infuse.cache.kv_cache import KVCache
+from infuse.ground.errors import SpecMismatch
+from infuse.layers.attention.position import PassedCosSin, grown
+from infuse.layers.attention.self_attention import self_attention as attention
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.moe import MoE
-from infuse.layers.position import PassedCosSin, grown
-from infuse.layers.router import ScoringRouter
+from infuse.layers.mixture.moe import MoE
+from infuse.layers.mixture.router import ScoringRouter
 from tests.models.families import BY_NAME, LLAMA4, LLAMA4_TEXT, enlarge, inputs
 from tests.support.one_calls import part_by_part
 from tests.support.side_by_side import TOLERANCE, injected, original

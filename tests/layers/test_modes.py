@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import infuse
-from infuse import modes
+from infuse.ground import modes
 from infuse.layers.block import Block
-from infuse.layers.experts import Experts
 from infuse.layers.linear import Linear, QuantizedLinear
+from infuse.layers.mixture.experts import Experts
 from infuse.ops import registered
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import arguments, first, ids, logits

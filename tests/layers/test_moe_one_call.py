@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.activations import ExpertGate
-from infuse.architectures.experts import ExpertsShape
-from infuse.architectures.moe import MoEShape
-from infuse.architectures.router import NormedRouterShape, RouterShape
+from infuse.architectures.parts.experts import ExpertsShape
+from infuse.architectures.parts.moe import MoEShape
+from infuse.architectures.parts.router import NormedRouterShape, RouterShape
+from infuse.cache.kv_cache import KVCache
+from infuse.ground.activations import ExpertGate
+from infuse.ground.routing import Routing
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.moe import MoE
-from infuse.layers.one_call import StepCall
+from infuse.layers.mixture.moe import MoE
+from infuse.layers.native.one_call import StepCall
 from infuse.native import kernels
-from infuse.routing import Routing
 from tests.models.families import BY_NAME, MIXTURES, Family, inputs
 from tests.support.one_calls import blocks, calls_noted, decoded, listening, part_by_part
 from tests.support.side_by_side import assert_close, original

@@ -20,10 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import infuse
-from infuse.layers.attention import Attention
-from infuse.layers.cache import KVCache
-from infuse.layers.latent_attention import LatentAttention
-from infuse.layers.named_attention import calls_by_name
+from infuse.cache.kv_cache import KVCache
+from infuse.layers.attention.latent_attention import LatentAttention
+from infuse.layers.attention.named_attention import calls_by_name
+from infuse.layers.attention.self_attention import Attention
 from tests.models.families import BY_NAME, FAMILIES, HYBRIDS, MIXTURES, inputs
 from tests.support.tolerance import assert_near
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 import infuse
-from infuse.layers.experts import Experts
+from infuse.layers.mixture.experts import Experts
 from tests.models.families import BY_NAME, GQA, Family, inputs
 from tests.support.side_by_side import assert_close, logits, original
 

@@ -1,4 +1,4 @@
-"""Programs that are held in C++ (layers/native_part.py): read by name, and held anew where tensors changed."""
+"""Programs that are held in C++ (layers/native/part.py): read by name, and held anew where tensors changed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.mlp import MLPShape
+from infuse.architectures.parts.mlp import MLPShape
 from infuse.architectures.program import NORM, Step
+from infuse.cache.kv_cache import KVCache
 from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
-from infuse.layers.cache import KVCache
 from infuse.layers.mlp import MLP
-from infuse.layers.native_part import FEW_TOKENS, NativePart, PartWriter, ProgramText
-from infuse.layers.one_call import StepCall
+from infuse.layers.native.one_call import StepCall
+from infuse.layers.native.part import FEW_TOKENS, NativePart, PartWriter, ProgramText
 from infuse.layers.parts import register
 from infuse.native import kernels, step_words
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS

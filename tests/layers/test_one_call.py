@@ -1,5 +1,5 @@
-"""A block over few new tokens in one call of C++ (layers/one_call.py) against the same block part by part. Every family
-against the original: test_families.py.
+"""A block over few new tokens in one call of C++ (layers/native/one_call.py) against the same block part by part.
+Every family against the original: test_families.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.attention import AttentionShape
-from infuse.architectures.mlp import MLPShape
-from infuse.architectures.norm import NormShape
-from infuse.architectures.short_conv import ShortConvShape
-from infuse.architectures.state_attention import LinearAttentionShape
-from infuse.layers.attention import Attention
+from infuse.architectures.parts.attention import AttentionShape
+from infuse.architectures.parts.mlp import MLPShape
+from infuse.architectures.parts.norm import NormShape
+from infuse.architectures.parts.short_conv import ShortConvShape
+from infuse.architectures.parts.state_attention import LinearAttentionShape
+from infuse.cache.kv_cache import KVCache
+from infuse.layers.attention.self_attention import Attention
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.inputs import Inputs
+from infuse.layers.calls.inputs import Inputs
 from infuse.layers.joined_linear import JoinedLinear
 from infuse.layers.mlp import MLP
-from infuse.layers.native_part import NativeInputs
-from infuse.layers.one_call import StepCall
+from infuse.layers.native.one_call import StepCall
+from infuse.layers.native.part import NativeInputs
 from infuse.native import kernels, limits
 from tests.models.families import DECODERS, Family, inputs
 from tests.support.one_calls import blocks, calls_noted, decoded, listening, part_by_part

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import infuse
-from infuse.layers import attention
+from infuse.cache.kv_cache import KVCache
+from infuse.layers.attention.self_attention import self_attention as attention
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.one_call import StepCall
-from infuse.layers.router import NormedRouter
+from infuse.layers.mixture.router import NormedRouter
+from infuse.layers.native.one_call import StepCall
 from infuse.native import kernels
 from tests.models.families import BY_NAME
 from tests.support.one_calls import calls_noted, part_by_part

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import infuse
-from infuse.errors import InfuseError, UnsupportedCall
-from infuse.layers.cache import KVCache
-from infuse.layers.recurrence_slot import CONV, STATE, StateSlot
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import CONV, STATE, StateSlot
+from infuse.ground.errors import InfuseError, UnsupportedCall
 from infuse.native import kernels
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import injected

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import infuse
 from infuse.architectures import bind_any, specs_for
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.recurrence_slot import StateSlot
 from tests.models.families import BY_NAME, inputs
 from tests.support.side_by_side import original, pair
 

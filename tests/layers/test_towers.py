@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 import infuse
-from infuse.architectures import towers
-from infuse.architectures.attention import AttentionShape
+from infuse.architectures.families import towers
 from infuse.architectures.layer import LayerSpec
+from infuse.architectures.parts.attention import AttentionShape
 from infuse.layers.block import Block
 from tests.models.every_architecture import tiny_config
 from tests.support.tolerance import assert_near

@@ -17,9 +17,9 @@ from diffusers.models.upsampling import Upsample2D
 from transformers import DynamicCache, StaticCache
 
 import infuse
-from infuse.errors import CheckpointError, UnsupportedCall
+from infuse.cache.kv_cache import KVCache
 from infuse.graphs.pool import BucketPool
-from infuse.layers.cache import KVCache
+from infuse.ground.errors import CheckpointError, UnsupportedCall
 from tests.models.diffusion.side_by_side import distance, original, replaced
 from tests.models.diffusion.tiny_pipelines import images, made
 from tests.models.families import BY_NAME

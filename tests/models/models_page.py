@@ -25,7 +25,7 @@ import torch
 import transformers
 
 import infuse
-from infuse.architectures.plain import linears
+from infuse.architectures.foreign.plain import linears
 from infuse.plan.kinds import ATTENTION, BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.plan.plan import Plan
 from infuse.reading.trace import NO_LAYER

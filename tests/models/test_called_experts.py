@@ -13,10 +13,10 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.experts import ExpertsShape, bind_experts, experts_in
+from infuse.architectures.parts.experts import ExpertsShape, bind_experts, experts_in
 from infuse.architectures.ranks import experts_part
-from infuse.layers.called_experts import CALLED
-from infuse.layers.experts import Experts
+from infuse.layers.mixture.called_experts import CALLED
+from infuse.layers.mixture.experts import Experts
 from infuse.parallel.mesh import Mesh
 from infuse.weights.fill import fill_module
 from infuse.weights.lazy import live

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import infuse
-from infuse.layers.cache import KVCache
-from infuse.layers.recurrence_slot import StateSlot
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
 from tests.models.families import BY_NAME
 
 STEPS = 2000

@@ -17,15 +17,15 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 import infuse
 from infuse.architectures.bind import Binder
-from infuse.architectures.experts import bind_experts
-from infuse.architectures.moe import MoE as Declared
+from infuse.architectures.parts.experts import bind_experts
+from infuse.architectures.parts.moe import MoE as Declared
+from infuse.architectures.parts.router import Top1Router, Top2Router
 from infuse.architectures.program import CLAMP_INFINITE
-from infuse.architectures.router import Top1Router, Top2Router
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
-from infuse.layers.moe import MoE
-from infuse.layers.router import routes_in, with_routes
+from infuse.layers.mixture.moe import MoE
+from infuse.layers.mixture.router import routes_in, with_routes
 from infuse.parallel.group import LOCAL
 from infuse.weights.fill import fill_module
 from infuse.weights.lazy import live

@@ -17,11 +17,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import infuse
-from infuse.cache_names import cache_argument
-from infuse.errors import InfuseError, UnsupportedCall
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.pairs.cache import PairCache
+from infuse.ground.cache_names import cache_argument
+from infuse.ground.errors import InfuseError, UnsupportedCall
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
 from tests.models.encoder_decoders import BY_NAME, ENCODER_DECODERS, RELATIVES, TEXTS, both, encoded, made
 from tests.models.every_architecture import inputs_of, tiny_model
 from tests.models.families import Family, enlarge

@@ -18,12 +18,12 @@ from torch import nn
 import infuse
 from infuse import ops
 from infuse.architectures import SPECS
-from infuse.architectures.deepseek import WITH_INDEXERS
-from infuse.architectures.experts import bind_experts, experts_in, is_experts
-from infuse.architectures.moe import MoE
-from infuse.device import Device
-from infuse.errors import CheckpointError, ConfigError, SpecMismatch, UnsupportedCall
-from infuse.layers.experts import Experts
+from infuse.architectures.families.deepseek import WITH_INDEXERS
+from infuse.architectures.parts.experts import bind_experts, experts_in, is_experts
+from infuse.architectures.parts.moe import MoE
+from infuse.ground.device import Device
+from infuse.ground.errors import CheckpointError, ConfigError, SpecMismatch, UnsupportedCall
+from infuse.layers.mixture.experts import Experts
 from infuse.ops import REFERENCE
 from infuse.weights.fill import fill_module, source_tensors
 from infuse.weights.lazy import live

@@ -20,11 +20,11 @@ import transformers
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.mlp import MLPShape
 from infuse.architectures.part import PartShape
+from infuse.architectures.parts.mlp import MLPShape
+from infuse.cache.kv_cache import KVCache
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.one_call import StepCall
+from infuse.layers.native.one_call import StepCall
 from infuse.native import kernels
 from infuse.plan.step import Step
 from infuse.proof.routes import Route, fed, recorded

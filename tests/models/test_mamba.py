@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 import infuse
-from infuse.cache_names import cache_argument
+from infuse.cache.kv_cache import KVCache
 from infuse.generate import loop
 from infuse.generate.direct import DirectSteps
+from infuse.ground.cache_names import cache_argument
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.one_call import StepCall
-from infuse.layers.stack import Answer
+from infuse.layers.native.one_call import StepCall
+from infuse.layers.native.stack import DecodeSession
 from infuse.native import kernels
 from tests.models.families import BY_NAME as OTHERS
 from tests.models.families import JAMBA, MAMBA, inputs
@@ -163,8 +163,8 @@ def test_an_answer_goes_in_one_call_of_all_blocks(
     engine = infuse.init_inference(model, dtype="bf16", verify="off", quant=quant)
     ids, steps = inputs(BY_NAME[name], batch=2, tokens=9)["input_ids"], []
     asked: dict[str, Any] = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    own = Answer.tokens
-    monkeypatch.setattr(Answer, "tokens", lambda self, *more: (out := own(self, *more), steps.append(out))[0])
+    own = DecodeSession.tokens
+    monkeypatch.setattr(DecodeSession, "tokens", lambda self, *more: (out := own(self, *more), steps.append(out))[0])
     found = engine.generate(ids, **asked)
     assert steps and sum(out.shape[1] for out in steps) == NEW_TOKENS - 2  # after the prompt's, and a traced step
     monkeypatch.setattr(DirectSteps, "step_of", lambda *_: None)

@@ -22,8 +22,8 @@ from transformers.models.unlimited_ocr.configuration_unlimited_ocr import Unlimi
 from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrTextModel
 
 import infuse
-from infuse.architectures.experts import experts_in
-from infuse.layers.experts import Experts
+from infuse.architectures.parts.experts import experts_in
+from infuse.layers.mixture.experts import Experts
 from tests.models.every_architecture import architectures
 from tests.models.experts import classes
 from tests.models.families import BY_NAME, GQA, LATENT_MIXTURES, MIXTURES, Family, inputs

@@ -16,18 +16,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import infuse
 from infuse import architectures, ops
-from infuse.activations import ExpertGate
-from infuse.architectures import mixtures
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.families import mixtures
 from infuse.architectures.layer import LayerSpec
-from infuse.architectures.moe import MoE, MoEShape
+from infuse.architectures.parts.experts import ExpertsShape
+from infuse.architectures.parts.moe import MoE, MoEShape
 from infuse.config.values import parse_dtype
-from infuse.dtype_cast import in_dtype
+from infuse.ground.activations import ExpertGate
+from infuse.ground.dtype_cast import in_dtype
+from infuse.ground.routing import SIGMOID
 from infuse.layers.block import Block
-from infuse.layers.experts import Experts
-from infuse.layers.moe import MoE as MoELayer
+from infuse.layers.mixture.experts import Experts
+from infuse.layers.mixture.moe import MoE as MoELayer
 from infuse.proof.routes import Route, routes_mismatch
-from infuse.routing import SIGMOID
 from tests.models.families import BY_NAME, inputs
 from tests.support.side_by_side import assert_close, injected, logits, original
 from tests.support.tolerance import assert_near
@@ -136,7 +136,7 @@ def with_router(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 )
 def test_a_wrong_router_is_refused(changes: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_router(monkeypatch, **changes)
-    with pytest.raises(infuse.errors.ProofError, match=told):
+    with pytest.raises(infuse.ground.errors.ProofError, match=told):
         infuse.init_inference(BY_NAME["mixtral"].make(), dtype="bf16", verify="strict")
 
 

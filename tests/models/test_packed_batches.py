@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 import infuse
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from tests.models.families import FAMILIES, Family
 from tests.support.side_by_side import ids
 from tests.support.tolerance import assert_near

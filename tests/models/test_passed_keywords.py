@@ -19,7 +19,7 @@ from transformers.models.parakeet.configuration_parakeet import ParakeetEncoderC
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoder, ParakeetEncoderBlock
 
 import infuse
-from infuse.cache_names import cache_argument
+from infuse.ground.cache_names import cache_argument
 from infuse.layers.block import Block
 from tests.models.families import enlarge
 

@@ -11,9 +11,9 @@ import transformers as t
 from torch import Tensor
 
 import infuse
-from infuse.architectures.attention import RelativeBias
+from infuse.architectures.parts.attention import RelativeBias
+from infuse.layers.attention.position import LearnedBias
 from infuse.layers.block import Block
-from infuse.layers.position import LearnedBias
 from tests.models.families import BY_NAME, enlarge, inputs
 from tests.support.side_by_side import pair
 

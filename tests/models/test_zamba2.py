@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import infuse
+from infuse.cache.hybrid_slot import HybridSlot
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.hybrid_slot import HybridSlot
-from infuse.layers.one_call import StepCall
-from infuse.layers.recurrence_slot import StateSlot
+from infuse.layers.native.one_call import StepCall
 from infuse.native import kernels
 from tests.models.families import ZAMBA2, inputs
 from tests.support.one_calls import calls_noted

@@ -15,7 +15,7 @@ import transformers
 
 import infuse
 from infuse.config.inference import InferenceConfig
-from infuse.logs import progress_bars
+from infuse.ground.logs import progress_bars
 from infuse.weights.safetensors_file import DTYPES, SafetensorsFile
 from tests.models.families import BY_NAME, GQA, Family, inputs
 from tests.support.commands import run

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from infuse import ops
-from infuse.activations import ACTIVATIONS
-from infuse.device import Device
+from infuse.ground.activations import ACTIVATIONS
+from infuse.ground.device import Device
 from infuse.ops import Case, registered
 from infuse.ops.cache_rows import values_of
 from tests.support.tolerance import assert_near

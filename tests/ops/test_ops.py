@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import ops
-from infuse.device import Device
-from infuse.errors import ConfigError
+from infuse.ground.device import Device
+from infuse.ground.errors import ConfigError
 from infuse.ops import HELD, PREFERENCE, REFERENCE, Case, Op, registered
 from tests.ops.other_sizes import RECURRENT, assert_other_sizes_are_those_of_the_reference
 from tests.ops.recurrence import assert_damage_stays_in_its_heads

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.mixtures import (
+from infuse.architectures.families.mixtures import (
     DEEPSEEK_ROUTER,
     ERNIE_ROUTER,
     GRANITE_ROUTER,
@@ -23,10 +23,8 @@ from infuse.architectures.mixtures import (
     PHI_ROUTER,
     QWEN_ROUTER,
 )
-from infuse.architectures.router import Groups, Router
-from infuse.layers.router import Router as RouterLayer
-from infuse.ops.router import sparse_mixer
-from infuse.routing import (
+from infuse.architectures.parts.router import Groups, Router
+from infuse.ground.routing import (
     ACTIVATIONS,
     FLOAT32,
     MAX,
@@ -37,6 +35,8 @@ from infuse.routing import (
     SQRT_SOFTPLUS,
     WIDENED,
 )
+from infuse.layers.mixture.router import Router as RouterLayer
+from infuse.ops.router import sparse_mixer
 from infuse.weights.fill import fill_module
 from infuse.weights.lazy import live
 

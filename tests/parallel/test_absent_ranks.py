@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infuse.errors import RankError
+from infuse.ground.errors import RankError
 from infuse.parallel import liveness
 from infuse.parallel.group import Group, make_group
 from infuse.parallel.liveness import SUSPENDED_S, Deadline, Heartbeat, Home, keeper_of

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infuse import interrupts
-from infuse.errors import CheckpointError, ConfigError, RankError
+from infuse.ground import interrupts
+from infuse.ground.errors import CheckpointError, ConfigError, RankError
 from infuse.native import kernels
 from infuse.parallel import group as collectives
 from infuse.parallel.group import LOCAL, Group, make_group

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infuse.errors import RankError
 from infuse.graphs.rank_backend import RankBackend
+from infuse.ground.errors import RankError
 from infuse.parallel import liveness
 from infuse.parallel.distributed import Distributed
 from infuse.parallel.group import Group, make_group

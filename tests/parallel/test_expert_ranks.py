@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import infuse
-from infuse.architectures.experts import ExpertsShape, bind_experts
+from infuse.architectures.parts.experts import ExpertsShape, bind_experts
 from infuse.architectures.ranks import experts_part
-from infuse.layers.experts import Experts
+from infuse.layers.mixture.experts import Experts
 from infuse.parallel.join import AskedRanks, join
 from infuse.parallel.mesh import Mesh
 from infuse.plan.experts import share_text
@@ -184,5 +184,5 @@ def test_more_ranks_than_experts_or_features() -> None:
         (Mesh(ep=6), "5 experts are too few for 6 ranks"),
         (Mesh(tp=13), "12 inner features are too few"),
     ):
-        with pytest.raises(infuse.errors.SpecMismatch, match=why):
+        with pytest.raises(infuse.ground.errors.SpecMismatch, match=why):
             experts_part(bound.shape, bound.fills, mesh, grain=1, multiples={})

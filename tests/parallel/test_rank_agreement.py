@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import infuse
-from infuse.layers.cache import KVCache
+from infuse.cache.kv_cache import KVCache
 from tests.models.families import BY_NAME, inputs
 from tests.support.over_ranks import engine_of
 from tests.support.ranks import Ranks, same

@@ -12,13 +12,13 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.llama import LLAMA
-from infuse.architectures.norm import RMS, Norm
+from infuse.architectures.families.llama import LLAMA
 from infuse.architectures.part import COLUMN, ROW, Extent, Matrix, MixerShape, Share
 from infuse.architectures.part import HEADS as OF_HEADS
+from infuse.architectures.parts.norm import RMS, Norm
 from infuse.architectures.program import ADD, ATTENTION, MLP, NORM, Step
 from infuse.layers.build_context import BuildContext
-from infuse.layers.inputs import Inputs
+from infuse.layers.calls.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from tests.parts.made_up import HEADS, HIDDEN, path_of

@@ -11,13 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, apply_rotary_pos_emb
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.llama import LLAMA
-from infuse.architectures.norm import RMS, Norm, NormShape
+from infuse.architectures.families.llama import LLAMA
 from infuse.architectures.part import COLUMN, ROW, Extent, Matrix, MixerShape, Parameter, Share, inside
 from infuse.architectures.part import HEADS as OF_HEADS
-from infuse.cache_names import cache_in
+from infuse.architectures.parts.norm import RMS, Norm, NormShape
+from infuse.ground.cache_names import cache_in
 from infuse.layers.build_context import BuildContext
-from infuse.layers.inputs import Inputs
+from infuse.layers.calls.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from infuse.layers.norm import Norm as NormLayer

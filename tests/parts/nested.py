@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import Buffer, QuantFormat, QuantizedWeight
 from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.lazy import Coded, CodedTensor, LazyTensor, Slices

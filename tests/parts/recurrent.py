@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from infuse.architectures.attention import Attention
 from infuse.architectures.bind import Binder
-from infuse.architectures.llama import LLAMA
+from infuse.architectures.families.llama import LLAMA
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import COLUMN, ROW, Extent, Matrix, MixerShape, Parameter, Share
 from infuse.architectures.part import HEADS as OF_HEADS
-from infuse.cache_names import cache_in
+from infuse.architectures.parts.attention import Attention
+from infuse.ground.cache_names import cache_in
 from infuse.layers.build_context import BuildContext
-from infuse.layers.inputs import Inputs
+from infuse.layers.calls.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from tests.parts.made_up import HEADS, HIDDEN, path_of

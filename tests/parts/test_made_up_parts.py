@@ -23,14 +23,14 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 import infuse
 from infuse import architectures
-from infuse.cache_names import cache_in
+from infuse.cache.kv_cache import KVCache
+from infuse.cache.recurrence_slot import StateSlot
+from infuse.cache.slot import KVSlot
 from infuse.generate import install
+from infuse.ground.cache_names import cache_in
 from infuse.layers import parts
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
 from infuse.layers.linear import QuantizedLinear
-from infuse.layers.recurrence_slot import StateSlot
-from infuse.layers.slot import KVSlot
 from infuse.plan.bytes import parameter_bytes
 from infuse.quant import parse
 from infuse.quant.parse import quant_format

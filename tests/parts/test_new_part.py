@@ -16,14 +16,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import infuse
 from infuse import architectures, ops
-from infuse.activations import Act
 from infuse.architectures.bind import Binder
+from infuse.architectures.families.llama import LLAMA
 from infuse.architectures.layer import LayerSpec, Part
-from infuse.architectures.llama import LLAMA
-from infuse.architectures.mlp import MLP
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share
+from infuse.architectures.parts.mlp import MLP
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
+from infuse.ground.activations import Act
+from infuse.ground.device import Device
 from infuse.layers import parts
 from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
@@ -187,7 +187,7 @@ def test_it_is_proven_and_computes_what_the_original_computes(new_part: None) ->
 
 def test_a_spec_that_says_it_wrong_is_refused_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     add(monkeypatch, replace(NEW, mlp=replace(THREE, activation=Act("relu"))))
-    with pytest.raises(infuse.errors.ProofError, match=r"model\.layers\.0"):
+    with pytest.raises(infuse.ground.errors.ProofError, match=r"model\.layers\.0"):
         infer(new_model())
 
 

@@ -19,10 +19,10 @@ import infuse
 from infuse import native
 from infuse.apply.apply import apply
 from infuse.apply.kinds import WORK
-from infuse.architectures.attention import NoPosition
+from infuse.architectures.parts.attention import NoPosition
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.modes import Transparent
+from infuse.ground.device import Device
+from infuse.ground.modes import Transparent
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.kinds import BLOCK, KINDS, LINEAR, SPLIT

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import infuse
 from infuse import native
-from infuse.architectures.attention import Rotary
-from infuse.errors import ProofError
-from infuse.layers import hook
+from infuse.architectures.parts.attention import Rotary
+from infuse.ground.errors import ProofError
+from infuse.layers.attention.self_attention import hook
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.native import build

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.formats import linears_of
 from infuse.plan.kinds import BLOCK

@@ -21,7 +21,7 @@ from infuse import native
 from infuse.apply.apply import apply
 from infuse.architectures.packing import Fill
 from infuse.config.inference import InferenceConfig
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.parallel.mesh import Mesh
 from infuse.plan.digest import digest_of
 from infuse.plan.kinds import ATTENTION, BLOCK, EMBEDDING, LINEAR

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import infuse
 from infuse import native
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.layers.linear import QuantizedLinear
 from infuse.ops import HELD, registered
 from infuse.plan.bytes import parameter_bytes

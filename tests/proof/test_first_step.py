@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.apply import images as images_of_pipelines
 from infuse.apply.build import Builder
-from infuse.errors import ProofError
+from infuse.ground.errors import ProofError
 from infuse.plan.step import Step
 from infuse.proof import components
 from tests.models.diffusion.tiny_pipelines import images, made

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import infuse
-from infuse.lookups import CheckedLookups, lookups_in_range
+from infuse.ground.lookups import CheckedLookups, lookups_in_range
 from tests.models.families import BY_NAME, inputs
 
 TABLE = torch.arange(12.0).view(4, 3)

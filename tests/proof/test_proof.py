@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from infuse import native
-from infuse.activations import Act
 from infuse.apply.apply import apply
-from infuse.architectures.attention import NoPosition, Packed, Rotary, Separate
 from infuse.architectures.layer import LayerSpec
-from infuse.architectures.mlp import GatedMLP
-from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import BLOCKS, PER_HEAD
+from infuse.architectures.parts.attention import NoPosition, Packed, Rotary, Separate
+from infuse.architectures.parts.mlp import GatedMLP
+from infuse.architectures.parts.norm import LAYER, Norm
 from infuse.architectures.program import PARALLEL, PRE, SANDWICH
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.errors import ProofError
-from infuse.layers.attention import Attention
+from infuse.ground.activations import Act
+from infuse.ground.device import Device
+from infuse.ground.errors import ProofError
+from infuse.layers.attention.self_attention import Attention
 from infuse.layers.block import Block
 from infuse.ops import Body, registered
 from infuse.plan.decide import make_plan

@@ -17,8 +17,8 @@ import infuse
 from infuse import native
 from infuse.apply import build
 from infuse.architectures.part import Matrix
-from infuse.errors import ProofError
-from infuse.modes import Transparent
+from infuse.ground.errors import ProofError
+from infuse.ground.modes import Transparent
 from infuse.ops.cpu.quantized_linear import PANEL_ROWS
 from infuse.proof import compare
 from infuse.proof.cases import matrix_cases

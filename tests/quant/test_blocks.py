@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.native import DTYPES, kernels
 from infuse.ops.cpu.quantized_linear import PANELS, code_of
 from infuse.ops.triton.words import WORDS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import infuse
 from infuse import ops
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.native import kernels
 from infuse.quant.format import QuantizedWeight

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.grouped import ERROR_LENGTHS
 from infuse.quant.integer import pack_integers, unpack_integers
 from infuse.quant.parse import quant_format

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import FP4_VALUES
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.native import DTYPES, kernels
 from infuse.ops import quantized_linear
 from infuse.ops.cpu.quantized_linear import PANELS

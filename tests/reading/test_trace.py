@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from infuse.errors import SpecMismatch
+from infuse.ground.errors import SpecMismatch
 from infuse.reading.calls import LayerCall
 from infuse.reading.graph import Numbers, op_name
 from infuse.reading.trace import NO_LAYER, traced

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infuse.modes import Transparent
+from infuse.ground.modes import Transparent
 
 RUBBISH = 1 << 40  # of integers: no index, no token, no length
 _FORBIDDEN = {

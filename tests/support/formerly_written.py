@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from infuse import architectures
-from infuse.architectures.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.families.llama import LLAMA, QK_NORM, WINDOW
 from infuse.architectures.layer import LayerSpec
-from infuse.architectures.llama import LLAMA, QK_NORM, WINDOW
-from infuse.architectures.mlp import MLP, PackedGatedMLP
-from infuse.architectures.norm import LAYER, RMS, Norm
 from infuse.architectures.packing import FOUR_PARTS, PER_HEAD
+from infuse.architectures.parts.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.parts.mlp import MLP, PackedGatedMLP
+from infuse.architectures.parts.norm import LAYER, RMS, Norm
 from infuse.architectures.program import PARALLEL, POST, PRE, SANDWICH
 
 _M = "transformers.models."

@@ -11,7 +11,7 @@ import transformers as t
 from torch import nn
 
 import infuse
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.native import needs
 from tests.models.families import GQA
 

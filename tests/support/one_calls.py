@@ -1,4 +1,4 @@
-"""Blocks that go in one call of C++ (layers/one_call.py): without it for a while, and whether it was taken."""
+"""Blocks that go in one call of C++ (layers/native/one_call.py): without it for a while, and whether it was taken."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import infuse
+from infuse.cache.kv_cache import KVCache
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache
-from infuse.layers.one_call import BlockCall
+from infuse.layers.native.one_call import BlockCall
 from tests.models.families import Family, inputs
 
 

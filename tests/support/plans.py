@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infuse.apply.apply import apply
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.parallel.mesh import Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan

@@ -244,7 +244,7 @@ def deadlines_end_when_all_wait(waiting: Sequence[int], rank_that_gives_up: int 
     import pytest
     import torch.distributed as dist
 
-    from infuse import interrupts
+    from infuse.ground import interrupts
     from infuse.parallel import distributed, shared_memory
 
     meeting, rank, check = dist.group.WORLD.get_group_store(), dist.get_rank(), interrupts.check

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.packing import PER_HEAD, Fill, Heads
-from infuse.device import Device
-from infuse.errors import CheckpointError, ConfigError
+from infuse.ground.device import Device
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.slices import Cut
 from infuse.quant.parse import quant_format

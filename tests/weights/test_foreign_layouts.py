@@ -15,7 +15,7 @@ from torch import Tensor
 
 import infuse
 from infuse.architectures.packing import PER_HEAD, Fill, Heads, StackedExperts
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.slices import Cut
 from infuse.quant.format import QuantizedWeight

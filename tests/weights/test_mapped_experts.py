@@ -15,9 +15,9 @@ import torch
 import infuse
 from infuse import ops
 from infuse.config.inference import InferenceConfig
-from infuse.device import Device
-from infuse.errors import CheckpointError, ConfigError
-from infuse.layers.experts import Experts, mapped_bytes
+from infuse.ground.device import Device
+from infuse.ground.errors import CheckpointError, ConfigError
+from infuse.layers.mixture.experts import Experts, mapped_bytes
 from infuse.plan.decide import make_plan
 from tests.support.forked import Program
 from tests.support.mapped_experts import MMAP, loaded, logits, model, with_kernels
@@ -126,7 +126,7 @@ def test_panels_without_kernels(saved: tuple[infuse.InferenceEngine, Path], monk
 
 RESIDENT = """
 import sys, torch, transformers, infuse
-from infuse.layers.experts import Experts, mapped_bytes
+from infuse.layers.mixture.experts import Experts, mapped_bytes
 from tests.support.mapped_experts import MMAP, logits, model
 torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import infuse
-from infuse.layers.recurrent import Recurrent
+from infuse.layers.recurrent.convolved import Recurrent
 from tests.support.ranks import Ranks
 from tests.support.states import ALL_NAMES, ONE_OF_EACH, close, family_of, ids_of
 

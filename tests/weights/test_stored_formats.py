@@ -15,7 +15,7 @@ from torch import Tensor
 
 import infuse
 from infuse.architectures.packing import Fill
-from infuse.errors import ProofError
+from infuse.ground.errors import ProofError
 from infuse.layers.joined_linear import JoinedLinear
 from infuse.layers.linear import Quantized
 from infuse.plan.codes import lost_codes

@@ -21,7 +21,7 @@ HOUSE = Path(infuse.__file__).parent
 MOST = 8
 LEAST_VALUES = 200  # of a matrix of the tiny model; norms and biases have fewer
 # They see a tensor and not its values: one allocates it, the other looks at the name of an attribute that is set.
-NO_VALUES = {"memory.py", "layers/gradient.py"}
+NO_VALUES = {"ground/memory.py", "layers/gradient.py"}
 
 
 def has_values(value: Any) -> bool:

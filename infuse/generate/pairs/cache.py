@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from infuse.authors import is_librarys
-from infuse.cache_names import cache_in
+from infuse.cache.encoded_slot import StatesCache
+from infuse.cache.kv_cache import KVCache
 from infuse.generate.loop import CACHE_NAME
-from infuse.instance_method import InstanceMethod, while_it_has
-from infuse.layers.cache import KVCache
-from infuse.layers.states_slot import StatesCache
-from infuse.questions import attribute, returned
+from infuse.ground.authors import is_librarys
+from infuse.ground.cache_names import cache_in
+from infuse.ground.instance_method import InstanceMethod, while_it_has
+from infuse.ground.questions import attribute, returned
 
 PREPARES = "_prepare_cache_for_generation"  # the method of transformers in which `generate` makes its caches
 _DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # ours keeps tokens outside of a window, which masks hide

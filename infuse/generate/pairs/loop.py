@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.generate.loop import decode, prepares_alone
 from infuse.generate.pairs.cache import PairCache
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.graphs.pool import PREPARED_TOKENS, BucketPool
+from infuse.ground.cache_names import CACHE_NAMES, cache_in
 from infuse.parallel.group import LOCAL, Group
 
 

@@ -14,29 +14,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.encoder_decoder import STATES, STATES_MASK
-from infuse.cache_names import CACHE_NAMES, cache_in
+from infuse.architectures.families.encoder_decoder import STATES, STATES_MASK
+from infuse.cache.encoded_slot import StatesCache
+from infuse.cache.kv_cache import KVCache, pair_of
 from infuse.generate.direct import (
     FACTORS,
     Call,
     DirectStep,
     DirectSteps,
     Parts,
-    Turning,
+    RotaryCall,
     equal,
     is_same,
     numbers_in,
     path_to,
     spans_in,
 )
+from infuse.ground.cache_names import CACHE_NAMES, cache_in
+from infuse.ground.questions import attribute, returned
+from infuse.layers.attention.named_attention import names_ours
+from infuse.layers.attention.position import LearnedBias
 from infuse.layers.block import Block
-from infuse.layers.cache import KVCache, pair_of
-from infuse.layers.contract import named
-from infuse.layers.named_attention import names_ours
-from infuse.layers.position import LearnedBias
-from infuse.layers.stack import Around, Called, Factor, ReadStates, Table
-from infuse.layers.states_slot import StatesCache
-from infuse.questions import attribute, returned
+from infuse.layers.calls.contract import named
+from infuse.layers.native.stack import BlockArguments, DecoderEnds, Factor, ReadStates, Table
 
 
 class PairSteps(DirectSteps):
@@ -71,13 +71,13 @@ class PairSteps(DirectSteps):
         turning = _turning(turned[0], (before[0].output, x)) if len(turned) == 1 else None
         if begin is None or read is None or (turned and turning is None):
             return None
-        called = Called.of(parts.blocks, [call.output for call in turned], [0 if turned else None] * count)
+        called = BlockArguments.of(parts.blocks, [call.output for call in turned], [0 if turned else None] * count)
         end = _End.of(after, blocks[-1].output, outputs.logits, parts)
         if end is None or called is None:
             return None
         plain = begin.norm is None and (begin.places is None or begin.padding is None)
         places = begin.places if plain else None
-        around = Around(Factor(begin.factor), places=places, before_head=Factor(end.factor), shift=end.shift)
+        around = DecoderEnds(Factor(begin.factor), places=places, before_head=Factor(end.factor), shift=end.shift)
         stack = self.stack_of(parts, parts.embedding if plain else None, end.norm, before[0].output, around, called)
         answer = None if stack is None else stack.begin(before[0].output, cache, read)
         if stack is None or answer is None:
@@ -263,11 +263,11 @@ def _reads(block: Any) -> bool:
     return any(mixer.reads_states and not mixer.merges for mixer in mixers)
 
 
-def _turning(call: Call, values: Sequence[Tensor]) -> Turning | None:
+def _turning(call: Call, values: Sequence[Tensor]) -> RotaryCall | None:
     """The call that makes rotary positions, of one of the values and of the tokens' indices."""
     told = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor)]
     indices = [each for each in told if not any(each is value for value in values)]
-    return Turning.of(call, values, indices[0]) if len(indices) == 1 else None
+    return RotaryCall.of(call, values, indices[0]) if len(indices) == 1 else None
 
 
 def _read(calls: Sequence[Call], parts: Parts, pair: Any, x: Any, cos_sin: Any) -> ReadStates | None:

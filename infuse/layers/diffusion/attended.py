@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import Settled, is_recorded
 from infuse.layers.linear import has_no_hooks, product

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.norm import LAYER, NormShape
+from infuse.architectures.parts.norm import LAYER, NormShape
 from infuse.architectures.program import (
     CAT,
     EMBED,
@@ -40,9 +40,9 @@ from infuse.architectures.streams import (
     StreamsShape,
     TableShape,
 )
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
-from infuse.layers.contract import named, refuse_unknown
+from infuse.layers.calls.contract import named, refuse_unknown
 from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct

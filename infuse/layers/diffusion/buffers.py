@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.modes import is_traced
+from infuse.ground.modes import is_traced
 
 # glibc maps allocations of this size anew each time. Touching 64 MiB for the first time takes 20 ms, a fifth of the
 # convolution that fills it; with large pages 146 ms, on a machine whose memory was in use.

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.unet import ConvShape, GroupNormShape, ResnetShape, UpsampleShape
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
+from infuse.ground.modes import is_traced
 from infuse.layers.build_context import BuildContext
-from infuse.layers.contract import refuse_unknown
+from infuse.layers.calls.contract import refuse_unknown
 from infuse.layers.diffusion.buffers import MAPPED_BYTES, Buffers
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import InferenceModule, Settled, is_recorded, unrecorded
 from infuse.layers.linear import direct, has_no_hooks
-from infuse.modes import is_traced
 
 # Results of convolutions of about this size stay in the caches: 128 channels of 512 x 512 in 64 MiB took 114 ms as a
 # whole with the sum after it, 93 ms in strips of 8 MiB and 97 ms in strips of 4 MiB.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.modes import is_traced
+from infuse.ground.modes import is_traced
 
 _WORD_BYTES, _RUN_WORDS = 8, 1 << 9
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infuse.architectures.feed_forward import FeedForwardShape
 from infuse.layers.build_context import BuildContext
-from infuse.layers.contract import refuse_unknown
+from infuse.layers.calls.contract import refuse_unknown
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.mlp import MLP
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.dit import HeadsShape
+from infuse.ground.modes import is_traced
 from infuse.layers.build_context import BuildContext
 from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.linear import direct, product, takes_around
-from infuse.modes import is_traced
 
 _PART_BYTES = 1 << 24
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.layers.build_context import BuildContext
-from infuse.layers.contract import refuse_unknown
+from infuse.layers.calls.contract import refuse_unknown
 from infuse.layers.diffusion.attended import Attended
 from infuse.layers.diffusion.convolution import GroupNorm
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded

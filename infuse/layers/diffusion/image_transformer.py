@@ -11,7 +11,7 @@ from infuse.architectures.image_transformer import BLOCKS, ImageTransformerShape
 from infuse.architectures.part import Matrix
 from infuse.architectures.unet import ConvShape
 from infuse.layers.build_context import BuildContext
-from infuse.layers.contract import refuse_unknown
+from infuse.layers.calls.contract import refuse_unknown
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Conv, GroupNorm, laid_as
 from infuse.layers.diffusion.image_attention import as_pixels

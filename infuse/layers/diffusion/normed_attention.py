@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.normed_attention import NormedAttentionShape
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
-from infuse.layers.contract import refuse_unknown
+from infuse.layers.calls.contract import refuse_unknown
 from infuse.layers.diffusion.attended import Attended
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct

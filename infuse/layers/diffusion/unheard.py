@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from infuse.errors import WAY_BACK, UnsupportedCall
+from infuse.ground.errors import WAY_BACK, UnsupportedCall
 from infuse.layers.gradient import Settled
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.activations import ExpertGate
+from infuse.ground.activations import ExpertGate
 from infuse.native import DTYPES, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits

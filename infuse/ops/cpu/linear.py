@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.modes import PLAIN
+from infuse.ground.modes import PLAIN
 from infuse.native import DTYPES, isa, kernels, limits, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import Fusion, linear

@@ -1,6 +1,6 @@
 """Programs of blocks that are held in C++ between calls (src/binding_layer.cpp): one way to run them.
 
-A program has the text that layers/native_part.py writes. It runs on few new tokens of a decoder, with the kernels that
+A program has the text that layers/native/part.py writes. It runs on few new tokens of a decoder, with the kernels that
 its parts call one by one, or on the many tokens of an encoder (src/binding_encoder.cpp).
 """
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse import memory
+from infuse.ground import memory
 from infuse.native import CODES, DTYPES, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from infuse.native import DTYPES, kernels, limits, needs
-from infuse.ops.cpu.linear import fits
-from infuse.ops.router import router
-from infuse.routing import (
+from infuse.ground.routing import (
     ACTIVATIONS,
     FLOAT32,
     LOGITS,
@@ -26,6 +23,9 @@ from infuse.routing import (
     WIDENED,
     Routing,
 )
+from infuse.native import DTYPES, kernels, limits, needs
+from infuse.ops.cpu.linear import fits
+from infuse.ops.router import router
 
 # In the order of the enums in src/binding_layer.h.
 _LOGITS = (ROUNDED, WIDENED, FLOAT32)

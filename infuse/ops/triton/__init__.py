@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infuse.device import Device
+from infuse.ground.device import Device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOWEST_CAPABILITY = 80  # Ampere introduced bfloat16 products and asynchronous copies

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infuse.activations import ExpertGate
+from infuse.ground.activations import ExpertGate
 from infuse.ops.experts import experts, quantized_experts
 from infuse.ops.linear import FEW_ROWS
 from infuse.ops.triton import DTYPES, kernels, needs

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.modes import PLAIN
+from infuse.ground.modes import PLAIN
 from infuse.ops.linear import FEW_ROWS, Fusion, linear
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, norm_block, plain_row, plain_tiles

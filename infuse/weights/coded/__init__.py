@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.coded.awq import awq
 from infuse.weights.coded.bitsandbytes import bitsandbytes
 from infuse.weights.coded.compressed import compressed

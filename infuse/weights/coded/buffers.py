@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError, ConfigError
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.quant.integer import pack_nibbles, unpack_nibbles
 from infuse.quant.microscaling import scales_of_exponents
 from infuse.quant.packing import pack_bits, unpack_bits

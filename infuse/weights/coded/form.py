@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.weights.coded.buffers import Reordered

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.plain import patched
+from infuse.architectures.foreign.plain import patched
 from infuse.weights.coded.form import ceil_div
 from infuse.weights.coded.settings import Settings
 from infuse.weights.coded.tinygemm import PackedForCPU, TilePacked, offsets

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import QuantFormat
 from infuse.quant.grouped import GroupedFormat
 from infuse.weights.lazy import LazyTensor, Rearranged, Shape, Slices, of_all_axes

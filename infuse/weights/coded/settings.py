@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.sources import read_json
 
 _KEYS = ("quantization_config", "compression_config")  # older files of compressed-tensors have the second

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.quant.integer import pack_integers
 from infuse.weights.coded.buffers import NIBBLES, Rows, mapped, scale_buffer, without_nan
 from infuse.weights.coded.form import FLOATS, Found, Members, Raw, is_single

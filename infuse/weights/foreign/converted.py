@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.errors import in_brief
+from infuse.ground.errors import in_brief
 from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.foreign.merged import numbers_in
 from infuse.weights.lazy import Composite, LazyTensor, Shape, Slices

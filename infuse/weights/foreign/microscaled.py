@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError, ConfigError
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.quant.microscaling import BLOCK, from_blocks
 from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.lazy import Coded, CodedTensor, LazyTensor, Shape, Slices, Transposed, of_all_axes

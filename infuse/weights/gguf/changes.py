@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.parallel.slices import Span
 from infuse.weights.gguf.tensors import Viewed
 from infuse.weights.lazy import Coded, CodedTensor, Composite, Joined, LazyTensor, Order, Rearranged, Shape, Slices

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.families import family_of
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.gemma4 import gemma4

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from infuse import memory
-from infuse.errors import CheckpointError
+from infuse.ground import memory
+from infuse.ground.errors import CheckpointError
 from infuse.weights.lazy import Shape, Slices, Stored, of_all_axes
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.metadata import DEFAULT_BASE, Metadata
 from infuse.weights.gguf.settings import causal_lm, layer_types
 

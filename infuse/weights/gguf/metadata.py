@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.file import Entry, GGUFFile
 
 DEFAULT_BASE = 10000.0  # of rotary frequencies, if a file does not say it

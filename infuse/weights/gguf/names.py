@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.changes import Sizes, Unlike
 from infuse.weights.gguf.families import TOP, Family, Join, family_of
 from infuse.weights.gguf.file import PLAIN, Entry, GGUFFile

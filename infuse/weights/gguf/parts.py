@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.blocks import FORMATS
 from infuse.weights.gguf.file import PLAIN, GGUFFile
 

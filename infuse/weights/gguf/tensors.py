@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError, ConfigError
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.quant.format import Buffer
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf.blocks import FORMATS, split_blocks

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 
 _START = "tokenizer.ggml."
 # By tokenizer.ggml.model: the keys of which one must be there. Gemma's architectures need none: transformers takes the

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import infuse
 from infuse.architectures.diffusion import module_spec
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.inputs.component import GUIDED, component_inputs
 from infuse.inputs.model import RandomTensors
 from infuse.layers.build_context import BuildContext

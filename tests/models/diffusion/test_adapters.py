@@ -11,7 +11,7 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBro
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from peft import LoraConfig, get_peft_model_state_dict
 
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import CLOSE, distance, injected, original
 from tests.models.diffusion.tiny_pipelines import images, made

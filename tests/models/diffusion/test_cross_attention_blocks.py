@@ -14,7 +14,7 @@ from torch import nn
 
 import infuse
 from infuse.architectures.diffusion import module_spec
-from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import masks, replaced, run, same

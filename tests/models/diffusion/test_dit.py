@@ -11,7 +11,7 @@ from torch import nn
 
 import infuse
 from infuse.architectures.diffusion import module_spec
-from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
 from infuse.inputs.model import RandomTensors
 from infuse.layers.diffusion import heads

@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import UnsupportedCall
+from infuse.ground.errors import UnsupportedCall
 from tests.models.diffusion.side_by_side import run
 from tests.models.diffusion.tiny_pipelines import made
 

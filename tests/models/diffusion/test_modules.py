@@ -13,7 +13,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
 import infuse
-from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import UNEVEN
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import run

@@ -17,7 +17,7 @@ from torch import nn
 
 import infuse
 from infuse.architectures.diffusion import module_spec
-from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import counted, masks, replaced, run, same

@@ -18,7 +18,7 @@ from transformers import pipeline
 import infuse
 from infuse.deepspeed import module_inject
 from infuse.engine import PipelineEngine
-from infuse.errors import ConfigError, InfuseError, NotAvailable, ProofError
+from infuse.ground.errors import ConfigError, InfuseError, NotAvailable, ProofError
 from tests.models.diffusion.side_by_side import CLOSE, distance, injected, original, pristine
 from tests.models.diffusion.tiny_pipelines import NEGATIVE, PIPELINES, PROMPT, images, inputs, made, saved_and_loaded
 

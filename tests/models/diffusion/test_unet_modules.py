@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.unet import ConvShape
-from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.layers.diffusion import buffers, convolution
 from infuse.layers.diffusion.block import StreamsBlock

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infuse.modes import Transparent
+from infuse.ground.modes import Transparent
 from infuse.ops import registered
 
 

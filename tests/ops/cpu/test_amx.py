@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from infuse import ops
-from infuse.device import cpu_features
+from infuse.ground.device import cpu_features
 from infuse.native import described, isa, kernels, text_of
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import takes_tiles

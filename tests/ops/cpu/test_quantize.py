@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infuse import ops
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.native import DTYPES, isa, kernels
 from infuse.ops.cpu.quantize import COPIED_VALUES
 from infuse.quant.format import QuantizedWeight

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from infuse import ops
-from infuse.native import kernels, limits
-from infuse.ops import REFERENCE
-from infuse.ops.cpu.router import numbers
-from infuse.routing import (
+from infuse.ground.routing import (
     ACTIVATIONS,
     FLOAT32,
     LOGITS,
@@ -29,6 +26,9 @@ from infuse.routing import (
     WIDENED,
     Routing,
 )
+from infuse.native import kernels, limits
+from infuse.ops import REFERENCE
+from infuse.ops.cpu.router import numbers
 from tests.support.tolerance import assert_near
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import infuse
 from infuse import ops
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.native import DTYPES, isa, kernels, limits
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 import tests.ops.triton.quick_interpreter  # noqa: F401
 from infuse import ops
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.ops import Case, registered
 from infuse.ops.cache_rows import quantize_rows
 from infuse.ops.triton import configurations, experts, kernels, linear, quantized_linear

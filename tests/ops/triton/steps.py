@@ -16,8 +16,8 @@ from triton.runtime.interpreter import GridExecutor
 import infuse
 import tests.ops.triton.quick_interpreter  # noqa: F401
 from infuse import ops
-from infuse.layers.attention import Attention
-from infuse.layers.experts import Experts
+from infuse.layers.attention.self_attention import Attention
+from infuse.layers.mixture.experts import Experts
 from tests.support.decoding import made, padded, same
 from tests.support.fake_graph import RunAgainBackend, forbidding
 from tests.support.graphed import graphed

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import infuse.ops.triton
-from infuse.device import Device
+from infuse.ground.device import Device
 from infuse.ops import registered
 from infuse.ops.triton.configurations import plain_row, plain_tiles, quantized_row, quantized_tiles
 from infuse.ops.triton.experts import sort_routes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infuse.device import cpu_features
+from infuse.ground.device import cpu_features
 
 HERE = Path(__file__).parent
 NATIVE = "amx_bf16" in cpu_features()

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import CheckpointError
-from infuse.layers.experts import Experts
+from infuse.ground.errors import CheckpointError
+from infuse.layers.mixture.experts import Experts
 from tests.models.every_architecture import tiny_model
 from tests.models.mixtures import CONVERTED, SEEING
 from tests.support.side_by_side import assert_close

@@ -18,7 +18,7 @@ from torch import nn
 
 import infuse
 from infuse import native
-from infuse.architectures.attention import NoPosition, Rotary
+from infuse.architectures.parts.attention import NoPosition, Rotary
 from infuse.layers.block import Block
 from infuse.weights.lazy import FileTensor
 from tests.models.families import BY_NAME

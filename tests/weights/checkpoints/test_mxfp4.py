@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import CheckpointError, ConfigError
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.quant.microscaling import MicroscalingFormat, from_blocks
 from tests.support.libraries import stand_in
 from tests.support.published import empty, publish, tensors

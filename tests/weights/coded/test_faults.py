@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.lazy import LazyTensor
 from infuse.weights.model_tensors import model_tensors

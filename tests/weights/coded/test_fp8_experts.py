@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infuse
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME

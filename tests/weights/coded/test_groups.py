@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.lazy import LazyTensor
 from infuse.weights.sources import find_files

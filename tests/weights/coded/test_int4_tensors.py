@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.native import kernels
 from infuse.quant.parse import quant_format
 from infuse.weights.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import infuse
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.kinds import BLOCK
 from infuse.weights.checkpoint import Checkpoint

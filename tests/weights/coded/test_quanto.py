@@ -14,7 +14,7 @@ import transformers as t
 from torch import Tensor, nn
 
 import infuse
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.native import kernels
 from infuse.quant.parse import quant_format
 from infuse.weights.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infuse.errors import CheckpointError, ConfigError
+from infuse.ground.errors import CheckpointError, ConfigError
 from infuse.quant.parse import quant_format
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.coded.buffers import Tiled

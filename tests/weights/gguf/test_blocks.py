@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infuse.errors import ConfigError
+from infuse.ground.errors import ConfigError
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf import blocks

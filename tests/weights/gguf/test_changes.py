@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.names import named_tensors
 from infuse.weights.gguf.parts import open_parts
 from tests.support.gguf_files import write

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.config import config_notes, config_values
 from infuse.weights.gguf.parts import open_parts
 from tests.support.gguf_files import llama_values, write

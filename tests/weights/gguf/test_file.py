@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.file import GGUFFile
 from infuse.weights.gguf.names import named_tensors
 from infuse.weights.gguf.parts import open_parts

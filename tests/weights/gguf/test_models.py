@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import infuse
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.plan.kinds import BLOCK
 from infuse.quant.parse import quant_format
 from infuse.weights.gguf.blocks import FORMATS

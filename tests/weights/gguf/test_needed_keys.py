@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.gguf.config import config_notes, config_values
 from infuse.weights.gguf.parts import open_parts
 from infuse.weights.gguf.vocabulary import check_vocabulary

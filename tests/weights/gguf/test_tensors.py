@@ -8,7 +8,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import infuse
 from infuse.architectures.packing import StackedExperts
-from infuse.errors import CheckpointError
+from infuse.ground.errors import CheckpointError
 from infuse.weights.foreign.merged import Merged
 from infuse.weights.gguf.config import config_values
 from infuse.weights.gguf.file import GGUFFile

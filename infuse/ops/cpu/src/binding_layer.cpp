@@ -118,7 +118,7 @@ std::vector<int64_t> step_words() {
   return numbers_of(words);
 }
 
-// Holds a program, whose text layers/native_part.py writes. An error if the text does not fit the structs in
+// Holds a program, whose text layers/native/part.py writes. An error if the text does not fit the structs in
 // binding_layer.h.
 int64_t hold(Tensor text, std::vector<Tensor> tensors, std::vector<Tensor> storages, std::vector<double> reals) {
   const auto* bytes = static_cast<const char*>(text.const_data_ptr());

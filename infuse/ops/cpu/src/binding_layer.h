@@ -1,4 +1,4 @@
-// Blocks as programs of steps over tensors, as in layers/program.py, which layers/native_part.py writes, and the
+// Blocks as programs of steps over tensors, as in layers/program.py, which layers/native/part.py writes, and the
 // interpreter shared by decode steps (binding_steps.h) and encoders (binding_encoder.cpp).
 #pragma once
 
@@ -198,7 +198,7 @@ struct MlpPart {
   int64_t inner() const { return outputs_of(up) / (gated ? 2 : 1); }
 };
 
-// The words of infuse/routing.py in the order of ops/cpu/router.py.
+// The words of infuse/ground/routing.py in the order of ops/cpu/router.py.
 enum class LogitsIn : int64_t { rounded, widened, float32 };
 enum class Score : int64_t { none, softmax, sigmoid };
 enum class RouteWeight : int64_t { score, picked, softmax, sigmoid };

@@ -1,4 +1,4 @@
-// Reads structs from the text that layers/native_part.py writes. A field is `name=value`; a part is
+// Reads structs from the text that layers/native/part.py writes. A field is `name=value`; a part is
 // `name=kind{ ... }`, with its own fields inside. Tensors, storages and reals are given beside the text: t3 is the
 // tensor of index 3, s1 the storage of index 1, r0 the real of index 0. `none` stands for a missing tensor or part.
 //
