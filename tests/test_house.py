@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("ops", "config", "architectures"),
     ("cache",),
     ("layers", "weights", "reading", "unknown", "profile"),
+    ("diffusion",),
     ("plan", "graphs"),
     ("proof", "shards", "generate"),
     ("apply",),

@@ -17,13 +17,13 @@ from infuse.architectures.layer import LayerShape
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.part import ROW
 from infuse.architectures.parts.experts import ExpertsShape
+from infuse.diffusion.parts import make_part
 from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import make_linear
 from infuse.layers.mixture.called_experts import CALLED
 from infuse.layers.mixture.routed import Routed
-from infuse.layers.parts import make_part
 from infuse.parallel.group import Group
 from infuse.plan.step import Step
 

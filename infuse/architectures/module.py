@@ -18,7 +18,7 @@ from infuse.ground.errors import SpecMismatch
 
 
 class ModuleShape(ShapeOfParts):
-    """Dimensions and settings of a whole module; `layers.parts` maps its type to the module that computes it.
+    """Dimensions and settings of a whole module; `diffusion.parts` maps its type to the module that computes it.
 
     Ranks share its `parts`. A shape without parts states its `matrices`, `parameters` and `ops` itself.
     """

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from infuse.diffusion.layers.convolution import share_memory
 from infuse.ground.errors import WAY_BACK, UnsupportedCall
 from infuse.ground.instance_method import InstanceMethod
 from infuse.inputs.component import is_component
-from infuse.layers.diffusion.convolution import share_memory
 from infuse.plan.kinds import MODULE
 from infuse.plan.plan import Plan
 

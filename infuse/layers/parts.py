@@ -10,14 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from infuse.architectures.dit import HeadsShape
 from infuse.architectures.families.conformer import ConvolutionShape, FactorShape, RelativeAttentionShape
 from infuse.architectures.families.encoder_decoder import CrossAttentionShape, MergedAttentionShape
 from infuse.architectures.families.gemma4 import LayerScalarShape, PerLayerInputShape
-from infuse.architectures.feed_forward import FeedForwardShape
-from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
-from infuse.architectures.image_transformer import ImageTransformerShape
-from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
 from infuse.architectures.parts.attention import AttentionShape
 from infuse.architectures.parts.channel_delta import ChannelDeltaShape
@@ -28,28 +23,12 @@ from infuse.architectures.parts.norm import NormShape
 from infuse.architectures.parts.selective_scan import SelectiveScanShape
 from infuse.architectures.parts.short_conv import ShortConvShape
 from infuse.architectures.parts.state_attention import LinearAttentionShape
-from infuse.architectures.streams import (
-    EmbeddingNormShape,
-    ModulatedNormShape,
-    ModulationShape,
-    SkipShape,
-    StreamsShape,
-    TableShape,
-)
-from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention.conformer import Convolution, Factor, RelativeAttention
 from infuse.layers.attention.cross_attention import CrossAttention
 from infuse.layers.attention.latent_attention import LatentAttention
 from infuse.layers.attention.merged_attention import MergedAttention
 from infuse.layers.attention.self_attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
-from infuse.layers.diffusion.convolution import Resnet, Upsample
-from infuse.layers.diffusion.feed_forward import FeedForward
-from infuse.layers.diffusion.heads import Heads
-from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
-from infuse.layers.diffusion.image_transformer import ImageTransformer
-from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.gemma4 import LayerScalar, PerLayerInput
 from infuse.layers.mixture.moe import MoE
 from infuse.layers.mlp import MLP
@@ -59,7 +38,8 @@ from infuse.layers.recurrent.convolved import ShortConv
 from infuse.layers.recurrent.selective_scan import SelectiveScan
 from infuse.layers.recurrent.state_attention import LinearAttention
 
-LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
+Layers = Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]]
+LAYERS: Layers = MappingProxyType(
     {
         AttentionShape: Attention,
         CrossAttentionShape: CrossAttention,
@@ -77,20 +57,6 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = Map
         PerLayerInputShape: PerLayerInput,
         LayerScalarShape: LayerScalar,
         NormShape: lambda shape, context: Norm(shape, context.bodies),
-        FeedForwardShape: FeedForward,
-        ImageAttentionModuleShape: ImageAttentionModule,
-        ImageTransformerShape: ImageTransformer,
-        ResnetShape: Resnet,
-        UpsampleShape: Upsample,
-        StreamsShape: StreamsBlock,
-        NormedAttentionShape: NormedAttention,
-        ImageAttentionShape: ImageAttention,
-        HeadsShape: Heads,
-        ModulationShape: Modulation,
-        TableShape: Table,
-        SkipShape: Skip,
-        ModulatedNormShape: ModulatedNorm,
-        EmbeddingNormShape: EmbeddingNorm,
     }
 )
 
@@ -109,7 +75,8 @@ def is_extended() -> bool:
     return bool(_registered)
 
 
-def make_part(shape: PartShape, context: BuildContext) -> nn.Module:
-    """Make the layer of a part on meta; its weights are filled in later."""
-    layer = _registered.get(type(shape)) or LAYERS[type(shape)]
-    return layer(shape, replace(context, make=make_part))
+def make_part(shape: PartShape, context: BuildContext, more: Layers = MappingProxyType({})) -> nn.Module:
+    """Make the layer of a part on meta; its weights are filled in later. `more`: layers that are not listed here."""
+    kind = type(shape)
+    layer = _registered.get(kind) or more.get(kind) or LAYERS[kind]
+    return layer(shape, replace(context, make=partial(make_part, more=more)))

@@ -15,7 +15,6 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
-from infuse.architectures.diffusion import module_spec
 from infuse.architectures.foreign.adapters import adapted, adapter_notes, adapter_parts, is_adapter
 from infuse.architectures.foreign.deepspeed import bind_routed, is_routed, routed_in
 from infuse.architectures.foreign.plain import LinearShape, changed_linears, embedding_shape, linear_shape, linears
@@ -25,6 +24,7 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.parts.experts import BoundExperts, ExpertsShape, bind_experts, experts_in, is_experts
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
+from infuse.diffusion.modules import module_spec
 from infuse.ground.device import Device
 from infuse.ground.errors import ConfigError, SpecMismatch
 from infuse.inputs.component import is_component

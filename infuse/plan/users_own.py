@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.diffusion import module_spec
 from infuse.architectures.foreign.plain import patched
 from infuse.architectures.layer import LayerShape
+from infuse.diffusion.modules import module_spec
 from infuse.ground.authors import LIBRARIES, is_librarys, users_methods, words_of
 from infuse.layers.calls.recorders import has_recorders_alone
 

@@ -126,7 +126,7 @@ class FakeBackend:
         try:
             if self.fail is not None:
                 raise self.fail
-            captured = patch("infuse.layers.diffusion.derived._is_captured", lambda tensor: True)
+            captured = patch("infuse.diffusion.layers.derived._is_captured", lambda tensor: True)
             with recorder, captured, patch("torch.cuda.is_current_stream_capturing", lambda: True):
                 result = run()  # models ask for it, and then do not look at their masks
         finally:

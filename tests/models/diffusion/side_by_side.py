@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.diffusion import module_spec
+from infuse.diffusion.layers.derived import Derived
+from infuse.diffusion.layers.image_attention import ImageAttention
+from infuse.diffusion.modules import module_spec
+from infuse.diffusion.parts import make_part
 from infuse.ground.device import Device
 from infuse.inputs.component import GUIDED, component_inputs
 from infuse.inputs.model import RandomTensors
 from infuse.layers.build_context import BuildContext
-from infuse.layers.diffusion.derived import Derived
-from infuse.layers.diffusion.image_attention import ImageAttention
-from infuse.layers.parts import make_part
 from infuse.ops import registered
 from infuse.weights.fill import fill_module
 from infuse.weights.lazy import live

@@ -13,9 +13,9 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 import infuse
-from infuse.architectures.diffusion import module_spec
+from infuse.diffusion.layers.block import StreamsBlock
+from infuse.diffusion.modules import module_spec
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
-from infuse.layers.diffusion.block import StreamsBlock
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import masks, replaced, run, same
 from tests.models.diffusion.tiny_models import MODELS, cos_sin

@@ -10,12 +10,12 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 
 import infuse
-from infuse.architectures.diffusion import module_spec
+from infuse.diffusion.layers import heads
+from infuse.diffusion.layers.block import StreamsBlock
+from infuse.diffusion.modules import module_spec
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
 from infuse.inputs.model import RandomTensors
-from infuse.layers.diffusion import heads
-from infuse.layers.diffusion.block import StreamsBlock
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.tiny_pipelines import flux, made, sd3, sd35
 

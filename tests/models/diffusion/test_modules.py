@@ -144,7 +144,7 @@ def test_unknown_arguments_are_refused_by_name() -> None:
 
 
 def test_a_feed_forward_of_another_width_differs() -> None:
-    from infuse.architectures.feed_forward import FEED_FORWARD
+    from infuse.diffusion.shapes.feed_forward import FEED_FORWARD
 
     with pytest.raises(SpecMismatch, match="makes 24 rows"):
         FEED_FORWARD.bind(FeedForward(16, 24))

@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import nn
 
 import infuse
-from infuse.architectures.diffusion import module_spec
+from infuse.diffusion.modules import module_spec
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.plan.kinds import MODULE

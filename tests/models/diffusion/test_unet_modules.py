@@ -21,14 +21,14 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.diffusion import module_spec
-from infuse.architectures.unet import ConvShape
+from infuse.diffusion.layers import buffers, convolution
+from infuse.diffusion.layers.block import StreamsBlock
+from infuse.diffusion.layers.convolution import Conv
+from infuse.diffusion.layers.image_attention import ImageAttention, ImageAttentionModule
+from infuse.diffusion.modules import module_spec
+from infuse.diffusion.shapes.unet import ConvShape
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
-from infuse.layers.diffusion import buffers, convolution
-from infuse.layers.diffusion.block import StreamsBlock
-from infuse.layers.diffusion.convolution import Conv
-from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.ops import registered
 from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import CPU, counted, masks, replaced, run, same

@@ -10,10 +10,7 @@ from types import MappingProxyType
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.feed_forward import FEED_FORWARD, bind_feed_forward
-from infuse.architectures.image_attention import ATTENTION_CLASS, bind_image_attention
 from infuse.architectures.module import ModuleSpec, class_path
-from infuse.architectures.normed_attention import HUNYUAN_ATTENTION, LTX_ATTENTION, WAN_ATTENTION
 from infuse.architectures.part import PartShape, named
 from infuse.architectures.program import (
     ADD,
@@ -35,7 +32,10 @@ from infuse.architectures.program import (
     Program,
     Step,
 )
-from infuse.architectures.streams import (
+from infuse.diffusion.shapes.feed_forward import FEED_FORWARD, bind_feed_forward
+from infuse.diffusion.shapes.image_attention import ATTENTION_CLASS, bind_image_attention
+from infuse.diffusion.shapes.normed_attention import HUNYUAN_ATTENTION, LTX_ATTENTION, WAN_ATTENTION
+from infuse.diffusion.shapes.streams import (
     MODULATION,
     SHIFT,
     ZERO,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.architectures.feed_forward import FeedForwardShape
+from infuse.diffusion.shapes.feed_forward import FeedForwardShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.calls.contract import refuse_unknown
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded

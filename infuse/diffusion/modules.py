@@ -7,14 +7,14 @@ from types import MappingProxyType
 
 from torch import nn
 
-from infuse.architectures.cross_attention import MODULES as CROSSING
-from infuse.architectures.dit import MODULES as BLOCKS
-from infuse.architectures.feed_forward import FEED_FORWARD
-from infuse.architectures.image_attention import MODULES as ATTENTIONS
-from infuse.architectures.image_transformer import IMAGE_TRANSFORMER
 from infuse.architectures.module import ModuleSpec
-from infuse.architectures.normed_attention import MODULES as NORMED
-from infuse.architectures.unet import MODULES as CONVOLUTIONS
+from infuse.diffusion.shapes.cross_attention import MODULES as CROSSING
+from infuse.diffusion.shapes.dit import MODULES as BLOCKS
+from infuse.diffusion.shapes.feed_forward import FEED_FORWARD
+from infuse.diffusion.shapes.image_attention import MODULES as ATTENTIONS
+from infuse.diffusion.shapes.image_transformer import IMAGE_TRANSFORMER
+from infuse.diffusion.shapes.normed_attention import MODULES as NORMED
+from infuse.diffusion.shapes.unet import MODULES as CONVOLUTIONS
 
 MODULES: tuple[ModuleSpec, ...] = (
     FEED_FORWARD,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.normed_attention import NormedAttentionShape
+from infuse.diffusion.layers.attended import Attended
+from infuse.diffusion.shapes.normed_attention import NormedAttentionShape
 from infuse.ground.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.calls.contract import refuse_unknown
-from infuse.layers.diffusion.attended import Attended
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct
 from infuse.layers.norm import Norm

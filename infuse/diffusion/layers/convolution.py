@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.unet import ConvShape, GroupNormShape, ResnetShape, UpsampleShape
+from infuse.diffusion.layers.buffers import MAPPED_BYTES, Buffers
+from infuse.diffusion.layers.derived import Derived
+from infuse.diffusion.shapes.unet import ConvShape, GroupNormShape, ResnetShape, UpsampleShape
 from infuse.ground.errors import UnsupportedCall
 from infuse.ground.modes import is_traced
 from infuse.layers.build_context import BuildContext
 from infuse.layers.calls.contract import refuse_unknown
-from infuse.layers.diffusion.buffers import MAPPED_BYTES, Buffers
-from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import InferenceModule, Settled, is_recorded, unrecorded
 from infuse.layers.linear import direct, has_no_hooks
 

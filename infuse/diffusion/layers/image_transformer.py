@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.image_transformer import BLOCKS, ImageTransformerShape
 from infuse.architectures.part import Matrix
-from infuse.architectures.unet import ConvShape
+from infuse.diffusion.layers.block import StreamsBlock
+from infuse.diffusion.layers.convolution import Conv, GroupNorm, laid_as
+from infuse.diffusion.layers.image_attention import as_pixels
+from infuse.diffusion.shapes.image_transformer import BLOCKS, ImageTransformerShape
+from infuse.diffusion.shapes.unet import ConvShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.calls.contract import refuse_unknown
-from infuse.layers.diffusion.block import StreamsBlock
-from infuse.layers.diffusion.convolution import Conv, GroupNorm, laid_as
-from infuse.layers.diffusion.image_attention import as_pixels
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct, has_no_hooks, product
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.cross_attention import BASIC_BLOCK
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
 from infuse.architectures.part import Matrix, Parameter, PartShape
-from infuse.architectures.streams import StreamsShape
-from infuse.architectures.unet import ConvShape, GroupNormShape, bind_conv, bind_group_norm
+from infuse.diffusion.shapes.cross_attention import BASIC_BLOCK
+from infuse.diffusion.shapes.streams import StreamsShape
+from infuse.diffusion.shapes.unet import ConvShape, GroupNormShape, bind_conv, bind_group_norm
 
 BLOCKS = "transformer_blocks"  # the name of the list of blocks
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
-from infuse.architectures.normed_attention import HUNYUAN, HUNYUAN_ATTENTION, NormedAttentionShape
 from infuse.architectures.part import (
     COLUMN,
     HEADS,
@@ -24,7 +23,8 @@ from infuse.architectures.part import (
     inside,
     named,
 )
-from infuse.architectures.unet import GroupNormShape, bind_group_norm
+from infuse.diffusion.shapes.normed_attention import HUNYUAN, HUNYUAN_ATTENTION, NormedAttentionShape
+from infuse.diffusion.shapes.unet import GroupNormShape, bind_group_norm
 
 _PROCESSORS = "diffusers.models.attention_processor."
 ATTENTION_CLASS = f"{_PROCESSORS}Attention"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.feed_forward import bind_feed_forward
 from infuse.architectures.module import ModuleSpec, class_path
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import (
@@ -43,7 +42,8 @@ from infuse.architectures.program import (
     Program,
     Step,
 )
-from infuse.architectures.streams import (
+from infuse.diffusion.shapes.feed_forward import bind_feed_forward
+from infuse.diffusion.shapes.streams import (
     CONTINUOUS,
     MODULATION,
     SINGLE,

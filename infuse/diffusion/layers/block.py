@@ -1,4 +1,4 @@
-"""Blocks of diffusion models, which run a program over streams (architectures/streams.py), and their modulations.
+"""Blocks of diffusion models, which run a program over streams (diffusion/shapes/streams.py), and their modulations.
 
 Suffixes: B batch, T tokens, C channels.
 """
@@ -31,7 +31,8 @@ from infuse.architectures.program import (
     carried,
     merged,
 )
-from infuse.architectures.streams import (
+from infuse.diffusion.layers.unheard import Unheard
+from infuse.diffusion.shapes.streams import (
     EmbeddingNormShape,
     LabelledTimeShape,
     ModulatedNormShape,
@@ -43,7 +44,6 @@ from infuse.architectures.streams import (
 from infuse.ground.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.calls.contract import named, refuse_unknown
-from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct
 from infuse.layers.norm import Norm

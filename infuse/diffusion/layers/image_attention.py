@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
+from infuse.diffusion.layers.attended import Attended
+from infuse.diffusion.layers.convolution import GroupNorm
+from infuse.diffusion.shapes.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.layers.build_context import BuildContext
 from infuse.layers.calls.contract import refuse_unknown
-from infuse.layers.diffusion.attended import Attended
-from infuse.layers.diffusion.convolution import GroupNorm
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct, has_no_hooks
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.diffusion.layers.derived import Derived
 from infuse.ground.errors import UnsupportedCall
-from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import Settled, is_recorded
 from infuse.layers.linear import has_no_hooks, product
 

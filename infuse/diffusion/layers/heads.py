@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.dit import HeadsShape
+from infuse.diffusion.layers.unheard import Unheard
+from infuse.diffusion.shapes.dit import HeadsShape
 from infuse.ground.modes import is_traced
 from infuse.layers.build_context import BuildContext
-from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.linear import direct, product, takes_around
 
 _PART_BYTES = 1 << 24
