@@ -21,8 +21,8 @@ from infuse.apply.restore import BEFORE
 from infuse.ground.errors import UnsupportedCall
 from infuse.layers.gradient import InferenceModule
 from infuse.weights.skeleton import Was
+from tests.diffusion import tiny_pipelines
 from tests.models import encoder_decoders
-from tests.models.diffusion import tiny_pipelines
 from tests.models.families import BY_NAME, FAMILIES, inputs
 from tests.support.copies import by_pickle, by_torch
 from tests.support.side_by_side import ids

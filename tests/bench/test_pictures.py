@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "bench"))
 
 import picture_formats  # noqa: E402
 from pictures import COLOURS, picture  # noqa: E402
-from tests.models.diffusion.tiny_pipelines import made  # noqa: E402
+from tests.diffusion.tiny_pipelines import made  # noqa: E402
 
 TIMES = ROOT / "bench" / "results" / "2026-11-23-diffusion.json"
 

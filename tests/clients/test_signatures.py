@@ -18,7 +18,7 @@ from torch import Tensor
 import infuse
 from infuse.generate.pairs.cache import PREPARES
 from infuse.ground.instance_method import InstanceMethod
-from tests.models.diffusion.tiny_pipelines import made
+from tests.diffusion.tiny_pipelines import made
 from tests.models.encoder_decoders import BY_NAME as PAIRS
 from tests.models.families import BY_NAME, inputs
 from tests.support.graphed import graphed

@@ -20,8 +20,8 @@ import infuse
 from infuse.cache.kv_cache import KVCache
 from infuse.graphs.pool import BucketPool
 from infuse.ground.errors import CheckpointError, UnsupportedCall
-from tests.models.diffusion.side_by_side import distance, original, replaced
-from tests.models.diffusion.tiny_pipelines import images, made
+from tests.diffusion.side_by_side import distance, original, replaced
+from tests.diffusion.tiny_pipelines import images, made
 from tests.models.families import BY_NAME
 from tests.support.fake_graph import FakeBackend
 from tests.support.mapped_experts import MMAP, loaded, logits, model, with_kernels

@@ -16,7 +16,7 @@ from infuse.apply.build import Builder
 from infuse.ground.errors import ProofError
 from infuse.plan.step import Step
 from infuse.proof import components
-from tests.models.diffusion.tiny_pipelines import images, made
+from tests.diffusion.tiny_pipelines import images, made
 
 CLOSE = 1e-4  # of the range of a pixel
 

@@ -9,7 +9,7 @@ import torch
 
 import infuse
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.tiny_pipelines import images, made
+from tests.diffusion.tiny_pipelines import images, made
 from tests.support.ranks import Ranks
 
 DENOISERS = {

@@ -16,8 +16,8 @@ import infuse
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import UNEVEN
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.side_by_side import run
-from tests.models.diffusion.tiny_pipelines import flux, made, unet
+from tests.diffusion.side_by_side import run
+from tests.diffusion.tiny_pipelines import flux, made, unet
 
 ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
 

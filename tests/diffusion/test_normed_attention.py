@@ -20,8 +20,8 @@ from infuse.diffusion.modules import module_spec
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.side_by_side import counted, masks, replaced, run, same
-from tests.models.diffusion.tiny_models import MODELS, cos_sin
+from tests.diffusion.side_by_side import counted, masks, replaced, run, same
+from tests.diffusion.tiny_models import MODELS, cos_sin
 
 
 def ltx(**settings: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import infuse
 from infuse.ground.errors import UnsupportedCall
-from tests.models.diffusion.side_by_side import run
-from tests.models.diffusion.tiny_pipelines import made
+from tests.diffusion.side_by_side import run
+from tests.diffusion.tiny_pipelines import made
 
 MODELS = ("sd15.unet", "sdxl.unet", "sd15.vae", "pixart.transformer", "sd3.transformer", "sd35.transformer",
           "flux.transformer")  # fmt: skip

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model_state_dict
 
 from infuse.ground.errors import UnsupportedCall
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.side_by_side import CLOSE, distance, injected, original
-from tests.models.diffusion.tiny_pipelines import images, made
+from tests.diffusion.side_by_side import CLOSE, distance, injected, original
+from tests.diffusion.tiny_pipelines import images, made
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 

@@ -17,8 +17,8 @@ from infuse.diffusion.layers.block import StreamsBlock
 from infuse.diffusion.modules import module_spec
 from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.side_by_side import masks, replaced, run, same
-from tests.models.diffusion.tiny_models import MODELS, cos_sin
+from tests.diffusion.side_by_side import masks, replaced, run, same
+from tests.diffusion.tiny_models import MODELS, cos_sin
 from tests.support.ranks import Ranks
 
 NAMES = ("LTX-Video", "Wan", "Hunyuan-DiT")

@@ -21,7 +21,7 @@ from infuse.layers.build_context import BuildContext
 from infuse.ops import registered
 from infuse.weights.fill import fill_module
 from infuse.weights.lazy import live
-from tests.models.diffusion.tiny_pipelines import images, made
+from tests.diffusion.tiny_pipelines import images, made
 
 CPU = Device.of("cpu")
 CLOSE = 1e-4  # of the range of a pixel, which is 1

@@ -17,7 +17,7 @@ from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
 from infuse.inputs.model import RandomTensors
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.tiny_pipelines import flux, made, sd3, sd35
+from tests.diffusion.tiny_pipelines import flux, made, sd3, sd35
 
 BLOCKS = ("JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock")
 NAMES = ("sd3", "sd35", "flux")

@@ -19,8 +19,8 @@ import infuse
 from infuse.deepspeed import module_inject
 from infuse.engine import PipelineEngine
 from infuse.ground.errors import ConfigError, InfuseError, NotAvailable, ProofError
-from tests.models.diffusion.side_by_side import CLOSE, distance, injected, original, pristine
-from tests.models.diffusion.tiny_pipelines import NEGATIVE, PIPELINES, PROMPT, images, inputs, made, saved_and_loaded
+from tests.diffusion.side_by_side import CLOSE, distance, injected, original, pristine
+from tests.diffusion.tiny_pipelines import NEGATIVE, PIPELINES, PROMPT, images, inputs, made, saved_and_loaded
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import infuse
 from infuse.generate.install import GraphUse, install, uninstall
 from infuse.graphs.forward import Forward
 from infuse.inputs.component import called_inside
-from tests.models.diffusion.tiny_pipelines import images, made
+from tests.diffusion.tiny_pipelines import images, made
 from tests.support.fake_graph import FakeBackend
 
 

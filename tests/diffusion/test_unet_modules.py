@@ -31,8 +31,8 @@ from infuse.ground.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.ops import registered
 from infuse.plan.kinds import MODULE
-from tests.models.diffusion.side_by_side import CPU, counted, masks, replaced, run, same
-from tests.models.diffusion.tiny_pipelines import controlnet, made, sdxl, unet, vae
+from tests.diffusion.side_by_side import CPU, counted, masks, replaced, run, same
+from tests.diffusion.tiny_pipelines import controlnet, made, sdxl, unet, vae
 
 LAST = torch.channels_last
 LAYOUTS = (torch.contiguous_format, LAST)
