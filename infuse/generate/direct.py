@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infuse.cache.kv_cache import KVCache
+from infuse.generate.ends import Begin, Call, End, Ends, equal
 from infuse.ground import interrupts
 from infuse.ground.authors import LibraryCalls
 from infuse.ground.cache_names import CACHE_NAMES, cache_in
 from infuse.ground.questions import attribute, returned
 from infuse.ground.temporary_hooks import TemporaryHooks
 from infuse.layers.block import Block
+from infuse.layers.calls.contract import named
 from infuse.layers.linear import has_global_hooks, has_no_hooks
-from infuse.layers.native.stack import ONE, BlockArguments, DecoderEnds, DecodeSession, Factor, StackCall
+from infuse.layers.native.stack import BlockArguments, DecodeSession, StackCall
 from infuse.layers.recurrent.convolved import Recurrent
 from infuse.ops.cpu.program import CosSin
 
@@ -36,7 +38,6 @@ from infuse.ops.cpu.program import CosSin
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
 _STATIC_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 _TABLE_TOKENS = 64
-FACTORS, _CAP = ("multiplier", "scale", "scaling"), "softcap"  # in names of config keys
 _CALL_SECONDS = 0.03  # of the steps in one call
 
 
@@ -95,16 +96,18 @@ class DirectSteps:
     def step_of(self, parts: Parts, calls: list[Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
         """How to make the steps that follow one of these calls; None if they do not tell."""
         count, cache = len(parts.blocks), cache_in(inputs)
-        if len(calls) < count + 3 or type(cache) is not KVCache:
+        at = first_block(calls, parts)
+        if len(calls) < at + count + 1 or at == 0 or type(cache) is not KVCache:
             return None
-        embedded, *turned = calls[: -count - 2]
-        blocks, (normed, headed) = calls[-count - 2 : -2], calls[-2:]
-        if not embedded.is_of(parts.embedding, inputs["input_ids"]):
-            return None
+        before, blocks, after = calls[:at], calls[at : at + count], calls[at + count :]
         x: Any = blocks[0].args[0] if blocks[0].args else blocks[0].kwargs.get("hidden_states")
-        around = Plain.of(embedded.output, x, normed.output, headed, outputs.logits, parts)
+        begun, turned = split_by_width(before, x)
+        if not begun or not begun[0].is_of(parts.embedding, inputs["input_ids"]):
+            return None
+        embedded, model = begun[0], parts.above[0]
+        begin = Begin.of(begun, x, parts.embedding, attribute(model, "config"), cache.layers[0].length - 1)
         turning = RotaryCall.all_of(turned, (embedded.output, x), inputs.get("position_ids"))
-        if around is None or turning is None:
+        if begin is None or turning is None:
             return None
         of_tokens, passed = inputs.get("attention_mask"), [call.output for call in turned]
         mask = None if of_tokens is None else of_tokens.bool()[:, None, None]
@@ -118,30 +121,31 @@ class DirectSteps:
                 return None
             windows.append(window)
             x = call.output[0] if isinstance(call.output, tuple) else call.output
-        if not normed.is_of(normed.module, x):
+        end = End.of(after, x, outputs.logits, model, parts.head)
+        if end is None:
             return None
+        around = Ends(begin, end)
         called = BlockArguments.of(parts.blocks, passed, [_kind_in(passed, call) for call in blocks], windows)
         if called is None:
             return None
-        stack = self.stack_of(parts, parts.embedding, normed.module, embedded.output, around.steps, called)
+        stack = self.stack_of(parts, embedded.output, around, called)
         answer = None if stack is None else stack.begin(embedded.output, cache, mask=mask)
-        if stack is None or answer is None or stack.wide != around.narrowed:
+        if stack is None or answer is None or stack.wide != end.narrowed:
             return None
-        step = DirectStep(parts, stack, answer, normed.module, turning, around, cache, embedded.output)
+        step = DirectStep(parts, stack, answer, turning, around, cache, embedded.output)
         step.window_end, chunk = hiding.window_end, min(spans_in(config, "chunk"), default=math.inf)
-        step.end_tokens = min(step.window_end, chunk)
+        step.end_tokens = min(step.window_end, chunk, begin.places_count)
         return step
 
-    def stack_of(
-        self, parts: Parts, embedding: nn.Module | None, norm: nn.Module | None, embedded: Tensor, around: DecoderEnds,
-        called: BlockArguments,
-    ) -> StackCall | None:  # fmt: skip
+    def stack_of(self, parts: Parts, embedded: Tensor, ends: Ends, called: BlockArguments) -> StackCall | None:
         """The call of these modules for values like `embedded`, made again if one is another than it was proven for."""
+        norm, around = ends.end.norm, ends.in_program
         used = (*parts.above, parts.embedding, *parts.blocks, *([] if norm is None else [norm]), parts.head)
         modules = [(each, type(each), type(each).forward) for each in used]
         stack = self.stack
         alike = stack is not None and (stack.around, stack.called, stack.dtype) == (around, called, embedded.dtype)
         if self.modules != modules or not alike:
+            embedding = parts.embedding if ends.begin.is_looked_up else None
             self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, around, called)
             self.modules, self.proven = modules, False
         return self.stack
@@ -154,12 +158,12 @@ class DirectStep:
     """Make the answer's next steps as the traced one was made: each is one token later than the step before it."""
 
     def __init__(
-        self, parts: Parts, stack: StackCall, answer: DecodeSession, norm: nn.Module | None,
-        turning: Sequence[RotaryCall], around: Any, cache: KVCache, embedded: Tensor,
+        self, parts: Parts, stack: StackCall, answer: DecodeSession, turning: Sequence[RotaryCall], ends: Ends,
+        cache: KVCache, embedded: Tensor,
     ):  # fmt: skip
         self.cache = cache
-        self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
-        self._turning, self._around, self._embedded = turning, around, embedded
+        self._parts, self._stack, self._answer = parts, stack, answer
+        self._turning, self._ends, self._embedded = turning, ends, embedded
         self._first = answer.length - 1  # index of the traced step's token
         self._table: tuple[int, CosSin] | None = None  # for many tokens, and how many come before them
         self._seconds = math.inf  # that a token took
@@ -169,17 +173,15 @@ class DirectStep:
 
     def __call__(self, ids_BT: Tensor) -> Tensor | None:
         """The logits [B, 1, vocabulary] for ids [B, 1]. None, with nothing changed, if the model has to be called."""
-        if not self._goes_on():
+        if not self._goes_on() or self._ends.begin.is_padding(ids_BT):
             return None
-        answer = self._answer
+        answer, end = self._answer, self._ends.end
         cos_sin, _ = self._cos_sin(ids_BT)
-        x = ids_BT if answer.takes_ids else self._around.begun(self._parts.embedding.forward(ids_BT), answer.length)
-        y = None if x is None else answer.step(x, cos_sin)
+        x = ids_BT if answer.takes_ids else self._ends.begin.made(self._parts.embedding.forward(ids_BT), answer.length)
+        y = answer.step(x, cos_sin)
         if y is None:
             return None
-        if answer.gives_logits:
-            return self._around.finished(y)
-        return self._around.ended(self._parts.head.forward(self._around.before_head(self._norm, y)))
+        return end.finished(y) if answer.gives_logits else end.after_head(self._parts.head.forward(end.head_input(y)))
 
     def tokens(self, ids_BT: Tensor, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
@@ -187,7 +189,7 @@ class DirectStep:
         As many as take about 30 ms, after which a signal is heard. None, with nothing changed, if steps give no
         logits, if these are capped, which makes some of the largest equal, or if the model has to be called.
         """
-        if self._around.cap or not self._answer.gives_tokens or not self._goes_on():
+        if self._ends.end.cap or not self._answer.gives_tokens or not self._goes_on():
             return None
         cos_sin, turned = self._cos_sin(ids_BT)
         before_window = self.end_tokens - 1 - self._answer.length
@@ -231,100 +233,6 @@ class DirectStep:
     def _turned_at(self, x: Tensor, steps: Tensor | int) -> CosSin:
         """The rotary positions that the model's own modules give for x, so many `steps` after the traced one."""
         return self._stack.cos_sin([each.at(x, each.positions + steps) for each in self._turning])
-
-
-@dataclass(frozen=True)
-class Plain:
-    """What the model does before its blocks and around its head: the factors of the embedding, the head's input and the
-    logits. `narrowed`: the head's input is rounded to another dtype; `widens`: logits become float32. `cap`: they are
-    squashed to (-cap, cap) by tanh; 0: they are not.
-    """
-
-    begin: Factor
-    before: Factor
-    end: Factor
-    narrowed: bool
-    widens: bool
-    cap: float
-
-    @classmethod
-    def of(cls, embedded: Any, x: Any, normed: Any, headed: Call, logits: Tensor, parts: Parts) -> Plain | None:
-        """Find it from the values of one step, by the numbers in the config.
-
-        None if it does something else, or if these values do not tell which number it is: those of a row of zeros.
-        """
-        if headed.module is not parts.head or len(headed.args) != 1 or headed.kwargs:
-            return None
-        (given,), made = headed.args, headed.output
-        # Where other threads call the model meanwhile, these may be the results of any module.
-        if not all(isinstance(value, Tensor) for value in (x, embedded, given, normed, made)):
-            return None
-        config = attribute(parts.above[0], "config")
-        numbers = [number for number in dict.fromkeys(numbers_in(config, FACTORS)) if number != 1.0]
-        products = [ONE, *map(Factor, numbers)]
-        factors = [*products, *(Factor(number, divides=True) for number in numbers)]
-        narrowed, widens = given.dtype is not normed.dtype, logits.dtype is not made.dtype
-        begins = _factors_of(x, embedded, products)
-        befores = _factors_of(given, normed.to(given.dtype), [ONE] if narrowed else factors)
-        caps = [0.0, *dict.fromkeys(number for number in numbers_in(config, (_CAP,)) if number > 0)]
-        plain = [(each, _widened(each.times(made), widens)) for each in factors]
-        ends = [(each, cap) for each, value in plain for cap in caps if equal(logits, _capped(value, cap))]
-        if logits is made:
-            ends = [(ONE, 0.0)]
-        if not len(begins) == len(befores) == len(ends) == 1:
-            return None
-        ((end, cap),) = ends
-        return cls(begins[0], befores[0], end, narrowed, widens, cap)
-
-    @property
-    def steps(self) -> DecoderEnds:
-        """What the stack does of it."""
-        return DecoderEnds(self.begin, self.end, before_head=self.before)
-
-    def begun(self, embedded: Tensor, length: int) -> Tensor:
-        return self.begin.times(embedded)
-
-    def before_head(self, norm: Any, y: Tensor) -> Tensor:
-        return self.before.times(norm.forward(y))
-
-    def ended(self, logits: Tensor) -> Tensor:
-        return self.finished(self.end.times(logits))
-
-    def finished(self, logits: Tensor) -> Tensor:
-        """What the stack does not do."""
-        return _capped(_widened(logits, self.widens), self.cap)
-
-
-def _widened(logits: Tensor, widens: bool) -> Tensor:
-    return logits.float() if widens else logits
-
-
-def _capped(logits: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def _factors_of(found: Any, x: Tensor, factors: Sequence[Factor]) -> list[Factor]:
-    """Those of some factors by which x can have become what was found."""
-    return [ONE] if is_same(found, x) else [each for each in factors if equal(found, each.times(x))]
-
-
-def equal(found: Any, wanted: Tensor) -> bool:
-    return isinstance(found, Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
-
-
-def numbers_in(config: Any, words: Sequence[str]) -> Iterator[float]:
-    """The numbers that a config and those inside it have, or compute, under names with one of these words."""
-    owned = {name for kind in type(config).__mro__ for name, own in vars(kind).items() if isinstance(own, property)}
-    computed = {name: attribute(config, name) for name in sorted(owned) if _has_word(name, words)}
-    for name, value in {**attribute(config, "__dict__", {}), **computed}.items():
-        if hasattr(value, "model_type"):
-            yield from numbers_in(value, words)
-        elif _has_word(name, words) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield float(value)
-
-
-def _has_word(key: str, words: Sequence[str]) -> bool:
-    return any(word in key for word in words)
 
 
 @dataclass(frozen=True)
@@ -432,6 +340,21 @@ def _shown(mask: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.dtype is torch.bool else None
 
 
+def first_block(calls: Sequence[Call], parts: Parts) -> int:
+    """The number of the first block's call; 0 if it was not called."""
+    return next((number for number, call in enumerate(calls) if call.module is parts.blocks[0]), 0)
+
+
+def split_by_width(calls: Sequence[Call], x: Any) -> tuple[list[Call], list[Call]]:
+    """Calls whose results are as wide as x, of which it may be made, and the others: of rotary positions."""
+    wide: list[Call] = []
+    others: list[Call] = []
+    for call in calls:
+        alike = isinstance(call.output, Tensor) and call.output.shape[-1:] == x.shape[-1:]
+        (wide if alike else others).append(call)
+    return wide, others
+
+
 def _hooks_ever() -> int:
     """How many hooks were ever put on modules: looking at those of each would take 0.05 ms in a step."""
     return RemovableHandle.next_id
@@ -490,44 +413,14 @@ class Parts:
         return not [1 for own in self.attributes if "forward" in own]
 
 
-@dataclass(frozen=True)
-class Call:
-    module: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any
-
-    def is_of(self, module: nn.Module, x: Any) -> bool:
-        """Whether `module` was called with `x` alone, or with a view of all of it."""
-        if self.module is not module or len(self.args) != 1 or self.kwargs:
-            return False
-        (given,) = self.args
-        return is_same(given, x)
-
-    def repeated(self, instead: Mapping[int, Tensor]) -> Any:
-        """Call the module again with other tensors, by the id of those that they replace."""
-        args = [instead.get(id(value), value) for value in self.args]
-        return self.module.forward(
-            *args, **{name: instead.get(id(value), value) for name, value in self.kwargs.items()}
-        )
-
-
-def is_same(view: Any, x: Any) -> bool:
-    """Whether a value is x, or a view of all of it."""
-    if view is x or not (isinstance(view, Tensor) and isinstance(x, Tensor)):
-        return view is x
-    alike = view.shape == x.shape and view.stride() == x.stride() and view.dtype == x.dtype
-    return alike and view.data_ptr() == x.data_ptr()
-
-
 def _window_if_follows(call: Call, x: Any, cache: KVCache, passed: Sequence[Any], hiding: Hiding) -> int | None:
     """The window of a block's mask, or 0; None unless it was called with x, the cache, rotary positions that were
     `passed` and such a mask, and with nothing else that matters.
     """
+    block: Any = call.module
     given = dict(call.kwargs)
-    if len(call.args) + ("hidden_states" in given) != 1:
-        return None
-    hidden = given.pop("hidden_states") if not call.args else call.args[0]
+    hidden, *others = call.args or (given.pop("hidden_states", None),)
+    given = named(block.shape.call.arguments, others, given, "a block")
     caches = [given.pop(name) for name in CACHE_NAMES if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
         return None
@@ -536,7 +429,6 @@ def _window_if_follows(call: Call, x: Any, cache: KVCache, passed: Sequence[Any]
     if (attends and turns is not None and _kind_in(passed, call) is None) or given.pop("output_attentions", None):
         return None
     given.pop("position_ids", None)  # which these blocks do not use
-    block: Any = call.module
     if not all(block.ignores(name, value) for name, value in given.items()):
         return None
     if attends:

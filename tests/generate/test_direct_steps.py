@@ -33,6 +33,8 @@ NEW = 9
 # The first decode step is traced and made again; the prompt's step and the traced one are the model's.
 DIRECT = NEW - 1
 DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic", "granite", "gemma"]
+# Rows of a table by the token's index, added to the embedding; OPT's begin at 2.
+PLACED = ["gpt2", "gpt-neo", "opt", "bigcode"]
 # Blocks without rotary positions among others with them; two kinds of them; windows on some blocks, and on all.
 UNLIKE = ["smollm3", "exaone-moe", "gemma3", "qwen2-window", "mistral"]
 # Masks of numbers, as eager attention takes them; gemma2's logits are capped, which may make some of the largest equal.
@@ -40,7 +42,7 @@ EAGER = ["gpt-oss", "gemma2"]
 LATENTS = ["deepseek-v2", "deepseek-v3-yarn", "glm4-moe-lite", "youtu", "minicpm3"]
 WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid-dense", "nemotron_h", "kimi_linear", "bailing_hybrid", "lfm3"]
 # Models that compute something between their parts.
-ELSEWHERE = {"gpt2": "adds positions"}
+ELSEWHERE = {"bloom": "passes slopes to its blocks", "gemma4-dense": "makes a further input for each block"}
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def answer(model: Any, batch: int = 1, **asked: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", [*DIRECTLY, *UNLIKE, *LATENTS, *EAGER])
+@pytest.mark.parametrize("name", [*DIRECTLY, *PLACED, *UNLIKE, *LATENTS, *EAGER])
 def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     exact = answer(BY_NAME[name].make(), batch)
@@ -107,6 +109,25 @@ def test_numbers_of_layers_are_no_windows(made: list[bool]) -> None:
 def test_models_that_compute_between_their_parts_are_called(name: str, made: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     assert torch.equal(answer(engine), answer(BY_NAME[name].make())) and not made
+
+
+def test_steps_end_with_the_table_of_places(made: list[bool]) -> None:
+    """The last place is used, and then the model's own refusal is heard."""
+    gpt2 = BY_NAME["gpt2"]
+    engine = infuse.init_inference(gpt2.make(n_positions=16), dtype="fp32")
+    exact = answer(gpt2.make(n_positions=16), max_new_tokens=10)
+    assert torch.equal(answer(engine, max_new_tokens=10), exact) and made == [True] * 9, "7 and 9 tokens are 16"
+    with pytest.raises(IndexError, match="index out of range"):
+        answer(engine, max_new_tokens=12)
+
+
+def test_rows_at_several_places_are_the_models(made: list[bool]) -> None:
+    """Of a padded batch each row has its own place."""
+    original, engine = BY_NAME["gpt2"].make(), infuse.init_inference(BY_NAME["gpt2"].make(), dtype="fp32")
+    given = inputs(BY_NAME["gpt2"], batch=2, tokens=7)
+    given["attention_mask"] = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(engine.generate(**given, **asked), original.generate(**given, **asked)) and not made
 
 
 @pytest.mark.parametrize("after_an_answer", [False, True])

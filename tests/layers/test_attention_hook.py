@@ -19,8 +19,8 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 from transformers.models.mllama import modeling_mllama
 
 import infuse
+from infuse.layers.attention import hook
 from infuse.layers.attention.hook import compares_names
-from infuse.layers.attention.self_attention import hook
 from tests.models.every_architecture import architectures, tiny_config
 from tests.models.families import BY_NAME, GQA, enlarge, inputs
 

@@ -22,7 +22,7 @@ from infuse.architectures import specs_for
 from infuse.architectures.families.conformer import DistanceVectors
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.program import ADD
-from infuse.layers.attention.self_attention import conformer
+from infuse.layers.attention import conformer
 from infuse.layers.block import Block
 from tests.support.ranks import Ranks, same
 

@@ -11,8 +11,8 @@ import transformers as t
 from torch import Tensor
 
 import infuse
+from infuse.layers.attention import disentangled
 from infuse.layers.attention.disentangled import _line, _placed
-from infuse.layers.attention.self_attention import disentangled
 from infuse.layers.block import Block
 from tests.models.families import BY_NAME
 from tests.support.side_by_side import TOLERANCE

@@ -19,8 +19,8 @@ import infuse
 from infuse.architectures import bind_any, specs_for
 from infuse.cache.kv_cache import KVCache
 from infuse.ground.errors import SpecMismatch
+from infuse.layers.attention import self_attention as attention
 from infuse.layers.attention.position import PassedCosSin, grown
-from infuse.layers.attention.self_attention import self_attention as attention
 from infuse.layers.block import Block
 from infuse.layers.mixture.moe import MoE
 from infuse.layers.mixture.router import ScoringRouter

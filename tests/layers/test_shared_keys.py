@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 import infuse
 from infuse.cache.kv_cache import KVCache
-from infuse.layers.attention.self_attention import self_attention as attention
+from infuse.layers.attention import self_attention as attention
 from infuse.layers.block import Block
 from infuse.layers.mixture.router import NormedRouter
 from infuse.layers.native.one_call import StepCall

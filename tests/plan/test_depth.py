@@ -19,7 +19,7 @@ import infuse
 from infuse import native
 from infuse.architectures.parts.attention import Rotary
 from infuse.ground.errors import ProofError
-from infuse.layers.attention.self_attention import hook
+from infuse.layers.attention import hook
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.native import build
