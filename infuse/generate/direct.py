@@ -2,10 +2,10 @@
 
 A user's own class or patch is called in each step. What a model computes between its parts is its own affair, so each
 answer's first step is traced: every part must have got the very tensor that the part before it returned, but for
-numbers of the config by which the embedding, the head's input or the logits are multiplied, or by which these are
-capped. The first such step of a model is also computed again, and must give the same logits. Masks are the model's
-affair, too: they may hide padding, and tokens before a window that the config names. Where another window may begin to
-hide some, the model is called, and then traced again.
+numbers by which values are multiplied, places that are added and caps (ends.py). The first such step of a model is also
+computed again, and must give the same logits. Masks are the model's affair, too: they may hide padding, and tokens
+before a window that the config names. Where another window may begin to hide some, the model is called, and then traced
+again.
 """
 
 from __future__ import annotations
