@@ -23,6 +23,7 @@ import numpy
 import pytest
 import torch
 
+from infuse.ground import neighbours
 from tests.support.gate import Recorder, taken
 from tests.support.leftovers import found_and_put_back
 from tests.support.ranks import Ranks
@@ -135,6 +136,7 @@ def pytest_sessionfinish() -> None:
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with Ctrl-C ignored
+neighbours.LEAST_SECONDS = float("inf")  # tests are each other's neighbours
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits for the first
 if not torch.cuda.is_available():
     # PyTorch's own formats the stack three times, for devices that are not there: 0.4 ms and more.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from infuse.ground.logs import warn
 
@@ -28,7 +28,8 @@ def noticed(ranks: int) -> Iterator[None]:
     yield
     seconds, waited = time.perf_counter() - begun, waited_seconds() - waited
     if ranks == 1 and waited >= LEAST_SECONDS and waited >= LEAST_SHARE * seconds:
-        warn(f"infuse: {lost(waited, seconds)}; {advice()} (docs/performance.md)", stacklevel=5)
+        with suppress(UserWarning):  # a filter that makes errors of warnings is not to end a start that is complete
+            warn(f"infuse: {lost(waited, seconds)}; {advice()} (docs/performance.md)", stacklevel=5)
 
 
 def lost(waited: float, seconds: float) -> str:

@@ -8,6 +8,13 @@ import pytest
 
 from infuse.ground import neighbours
 
+LEAST_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def noticed(monkeypatch):
+    monkeypatch.setattr(neighbours, "LEAST_SECONDS", LEAST_SECONDS)  # the tests' conftest.py has another
+
 
 def test_a_start_that_waited_for_a_core_says_so_in_one_line(monkeypatch, recwarn):
     waits = iter([3.0, 5.5])
@@ -45,6 +52,17 @@ def test_a_system_that_does_not_tell_has_no_waits(monkeypatch, tmp_path):
     (tmp_path / "other").write_text("what another system writes")
     monkeypatch.setattr(neighbours, "_SCHEDULER", str(tmp_path / "other"))
     assert neighbours.waited_seconds() == 0.0
+
+
+def test_a_filter_that_makes_errors_of_warnings_ends_no_start(monkeypatch, caplog):
+    waits, times = iter([0.0, 5.0]), iter([0.0, 6.0])
+    monkeypatch.setattr(neighbours, "waited_seconds", lambda: next(waits))
+    monkeypatch.setattr(neighbours.time, "perf_counter", lambda: next(times))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with neighbours.noticed(1):
+            pass
+    assert "for 5.0 of 6.0 s" in caplog.text, "it is logged"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells how long a thread waited")
