@@ -420,7 +420,7 @@ def _window_if_follows(call: Call, x: Any, cache: KVCache, passed: Sequence[Any]
     block: Any = call.module
     given = dict(call.kwargs)
     hidden, *others = call.args or (given.pop("hidden_states", None),)
-    given = named(block.shape.call.arguments, others, given, "a block")
+    given = named(block.shape.call.arguments, tuple(others), given, "a block")
     caches = [given.pop(name) for name in CACHE_NAMES if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
         return None
