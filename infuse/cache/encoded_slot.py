@@ -169,7 +169,7 @@ class EncodedSlot(Slot, DynamicLayer):  # type: ignore[misc]
 class StatesCache(DynamicCache):
     """Slots of an encoder's states, behind transformers' protocol for caches."""
 
-    layers: list[Any]  # StatesSlots
+    layers: list[Any]  # EncodedSlots
 
     def __init__(self, format: str | None = None):
         self.format = format

@@ -1,7 +1,8 @@
 """What a decoder computes before its first block and after its last one, found from the values of one step.
 
 Embeddings and the head's input are multiplied by numbers of the config or of the width, rows of a table are added by
-index, norms stand before or after these, and logits are shifted, widened or capped. What is none of it is not found.
+index, norms stand before or after these, and logits are shifted, widened or capped.
+If a model computes anything else, nothing is found.
 """
 
 from __future__ import annotations
@@ -204,15 +205,17 @@ def _factor_of(
 ) -> Factor | None:
     """By which x was multiplied before something was `added`, of the first of several lists in which a number fits.
 
-    None if no number fits, or several of one list.
+    None if no number fits, several of that list, or another number of a later list: a row of zeros fits them all.
     """
     if added is None and is_same(found, x):
         return ONE
-    for factors in candidates:
-        fitting = [each for each in factors if equal(found, _plus(each.times(x), added))]
-        if fitting:
-            return fitting[0] if len(fitting) == 1 else None
-    return None
+    fitting = [[each for each in factors if equal(found, _plus(each.times(x), added))] for factors in candidates]
+    first, *later = [each for each in fitting if each] or [[]]
+    if len(first) != 1:
+        return None
+    others = [each for factors in later for each in factors]
+    alike = all(math.isclose(each.value, first[0].value, rel_tol=1e-6) for each in others)
+    return first[0] if alike else None
 
 
 def _products(config: Any, x: Tensor, *, divides: bool = False) -> list[list[Factor]]:

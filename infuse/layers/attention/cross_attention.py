@@ -1,6 +1,7 @@
 """Attention over an encoder's states, whose keys and values are computed once for an answer.
 
-Rows that read the same states share their keys and values (states_slot.py): all of their tokens attend to them at once.
+Rows that read the same states share their keys and values (cache/encoded_slot.py): all of their tokens
+attend to them at once.
 
 Suffixes: B batch, R rows of states, T new tokens, L states, H heads, D head width, C hidden width.
 """

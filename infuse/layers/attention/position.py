@@ -45,7 +45,7 @@ class Positions(nn.Module):
 
 
 class PassedCosSin(Positions):
-    """The model passes (cos, sin), [B or 1, T, E or E/2] each, as described by architectures.attention.Rotary."""
+    """The model passes (cos, sin), [B or 1, T, E or E/2] each, as described by architectures.parts.attention.Rotary."""
 
     def __init__(self, position: Rotary):
         super().__init__()

@@ -1,7 +1,7 @@
 """Run a whole block in one C++ call, for decode steps of a few new tokens and for encoders (all blocks: stack.py).
 
 All of its ops must be C++ bodies, and no module inside may have hooks. Otherwise the block runs part by part, with the
-same result. What a part is in C++, its own layer says (native_part.py).
+same result. What a part is in C++, its own layer says (part.py).
 """
 
 from __future__ import annotations

@@ -59,6 +59,11 @@ class Factor:
     number: float = 1.0
     divides: bool = False
 
+    @property
+    def value(self) -> float:
+        """By what values are multiplied, but for rounding."""
+        return 1.0 / self.number if self.divides else self.number
+
     def times(self, x: Tensor) -> Tensor:
         if self.number == 1.0:
             return x

@@ -1,0 +1,39 @@
+"""What stands before and after a decoder's blocks (generate/ends.py), by the values of one step."""
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from infuse.generate.ends import Begin, Call
+
+WIDTH = 64
+
+
+def found(x: torch.Tensor, factor: float, config: PretrainedConfig, row: torch.Tensor | None = None) -> Begin | None:
+    """For an embedding x that a model multiplies, and to which it adds the row of token 3."""
+    embedding, places = nn.Embedding(4, WIDTH), nn.Embedding(8, WIDTH)
+    ids = torch.tensor([[1]])
+    calls, made = [Call(embedding, (ids,), {}, x)], x * factor
+    if row is not None:
+        places.weight.data[3] = row
+        calls.append(Call(places, (ids,), {}, row[None, None]))
+        made = made + row
+    return Begin.of(calls, made, embedding, config, 3)
+
+
+def test_a_row_of_zeros_tells_no_factor() -> None:
+    """It may have been multiplied by the root of the width, with places and without."""
+    rows, row = torch.randn(1, 1, WIDTH), torch.randn(WIDTH)
+    zeros, config = torch.zeros_like(rows), PretrainedConfig()
+    for added in (None, row):
+        made = found(rows, WIDTH**0.5, config, added)
+        assert made is not None and made.factor.number == WIDTH**0.5
+        assert found(zeros, WIDTH**0.5, config, added) is None
+    assert found(rows * 1e-30, WIDTH**0.5, config, row) is None, "too small to be seen beside the row"
+
+
+def test_a_named_number_is_preferred_to_the_same_one_of_the_width() -> None:
+    config = PretrainedConfig()
+    config.embedding_multiplier = WIDTH**0.5
+    made = found(torch.randn(1, 1, WIDTH), WIDTH**0.5, config)
+    assert made is not None and made.factor.number == WIDTH**0.5
