@@ -7,7 +7,7 @@ beside busy processes; infuse beside llama.cpp and ik_llama.cpp on the same GGUF
 
 `load` is `init_inference`, and of 16-bit files `from_pretrained` before it; imports are not counted. The files are in
 the page cache, and the first start of each case, which proves, is counted apart. `step` is the median of --new tokens
-after a prompt of 32. `read` is the same file's bytes, read into memory that the process has not touched before.
+after a prompt of 32. `read` is the same file's bytes, read into new memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def started(case: str, folder: Path, new: int) -> dict[str, float]:
     import transformers
 
     import infuse
-    from loading import plain_read
 
     wanted, files = case.split()[-1], folder_of(case, folder)
     taken = {}
@@ -71,7 +70,6 @@ def started(case: str, folder: Path, new: int) -> dict[str, float]:
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, streamer=Clock()
         )
     taken["step"] = median(after - before for before, after in zip(stamps[1:], stamps[2:], strict=False))
-    taken["read"] = plain_read(files)
     return taken
 
 
@@ -114,10 +112,14 @@ def beside(count: int) -> Iterator[None]:
 
 
 def of_ours(case: str, folder: Path, checkout: Path, new: int) -> dict[str, float]:
+    from loading import plain_read
+
     command = [sys.executable, __file__, "--one", case, "--keep", str(folder), "--new", str(new)]
     environment = os.environ | {"PYTHONPATH": f"{checkout.resolve()}:{FOLDER}"}
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{case} failed in {checkout}:\n{done.stderr}")
+    return {**json.loads(done.stdout.splitlines()[-1]), "read": plain_read(folder_of(case, folder))}
 
 
 def of_peer(peer: str, python: str, case: str, folder: Path) -> dict[str, float] | None:
@@ -160,16 +162,20 @@ def report(asked: argparse.Namespace, folder: Path) -> str:
             key: {what: median(one[what] for one in starts) for what in starts[0]} for key, starts in taken.items()
         }
         for (name, busy), figures in middle.items():
-            alone = middle[name, asked.busy[0]]
+            alone = middle.get((name, 0), {})
             cells = [f"{case}, {name}", str(busy)]
             cells += [_seconds(figures, "open"), _seconds(figures, "load"), _seconds(first[name], "load")]
-            cells += [f"{figures['load'] / alone['load']:.2f}"]
+            cells += [_ratio(figures, alone, "load")]
             cells += [f"{figures['load'] / figures['read']:.2f}" if "read" in figures else ""]
             steps = "step" in figures
             cells += [f"{figures['step'] * 1e3:.1f}" if steps else ""]
-            table.add_row(*cells, f"{figures['step'] / alone['step']:.2f}" if steps else "")
+            table.add_row(*cells, _ratio(figures, alone, "step"))
             print(*cells, flush=True)
     return markdown(table, "")
+
+
+def _ratio(figures: dict[str, float], alone: dict[str, float], what: str) -> str:
+    return f"{figures[what] / alone[what]:.2f}" if what in alone else ""
 
 
 def _seconds(figures: dict[str, float], what: str) -> str:

@@ -124,29 +124,33 @@ class DirectSteps:
         end = End.of(after, x, outputs.logits, model, parts.head)
         if end is None:
             return None
-        around = Ends(begin, end)
-        called = BlockArguments.of(parts.blocks, passed, [_kind_in(passed, call) for call in blocks], windows)
-        if called is None:
+        ends = Ends(begin, end)
+        arguments = BlockArguments.of(parts.blocks, passed, [_kind_in(passed, call) for call in blocks], windows)
+        if arguments is None:
             return None
-        stack = self.stack_of(parts, embedded.output, around, called)
+        stack = self.stack_of(parts, embedded.output, ends, arguments)
         answer = None if stack is None else stack.begin(embedded.output, cache, mask=mask)
         if stack is None or answer is None or stack.wide != end.narrowed:
             return None
-        step = DirectStep(parts, stack, answer, turning, around, cache, embedded.output)
+        step = DirectStep(parts, stack, answer, turning, ends, cache, embedded.output)
         step.window_end, chunk = hiding.window_end, min(spans_in(config, "chunk"), default=math.inf)
         step.end_tokens = min(step.window_end, chunk, begin.places_count)
         return step
 
-    def stack_of(self, parts: Parts, embedded: Tensor, ends: Ends, called: BlockArguments) -> StackCall | None:
+    def stack_of(self, parts: Parts, embedded: Tensor, ends: Ends, arguments: BlockArguments) -> StackCall | None:
         """The call of these modules for values like `embedded`, made again if one is another than it was proven for."""
-        norm, around = ends.end.norm, ends.in_program
+        norm, in_program = ends.end.norm, ends.in_program
         used = (*parts.above, parts.embedding, *parts.blocks, *([] if norm is None else [norm]), parts.head)
         modules = [(each, type(each), type(each).forward) for each in used]
         stack = self.stack
-        alike = stack is not None and (stack.around, stack.called, stack.dtype) == (around, called, embedded.dtype)
+        alike = stack is not None and (stack.ends, stack.arguments, stack.dtype) == (
+            in_program,
+            arguments,
+            embedded.dtype,
+        )
         if self.modules != modules or not alike:
             embedding = parts.embedding if ends.begin.is_looked_up else None
-            self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, around, called)
+            self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, in_program, arguments)
             self.modules, self.proven = modules, False
         return self.stack
 
@@ -347,6 +351,8 @@ def first_block(calls: Sequence[Call], parts: Parts) -> int:
 
 def split_by_width(calls: Sequence[Call], x: Any) -> tuple[list[Call], list[Call]]:
     """Calls whose results are as wide as x, of which it may be made, and the others: of rotary positions."""
+    if not isinstance(x, Tensor):  # where other threads call the model meanwhile, it may be anything
+        return [], list(calls)
     wide: list[Call] = []
     others: list[Call] = []
     for call in calls:

@@ -49,7 +49,7 @@ class Call:
 class Begin:
     """The first block's input: rows of the embedding times `factor`, plus the row of the token's index in `places`.
 
-    `norm` normalises the sum, or, `norm_first`, what the row is added to. `padding`: a token that has another place.
+    `norm` normalises the sum, or, `norm_first`, what the row is added to. `padding`: the id of a token whose place is not its index.
     """
 
     factor: Factor = ONE
@@ -88,8 +88,7 @@ class Begin:
         factor = _factor_of(wanted, embedded.output, _products(config, embedded.output), added)
         if factor is None:
             return None
-        counts_ids = placed is not None and not isinstance(placed.module, nn.Embedding)
-        padding = attribute(placed.module, "padding_idx") if placed is not None and counts_ids else None
+        padding = None if placed is None else _padding_of(placed, embedded)
         return cls(factor, places, padding, None if norm is None else norm.module, norm_first)
 
     @property
@@ -260,6 +259,15 @@ def _places(call: Call, index: int) -> Table | None:
     if len(found) != 1 or not torch.equal(rows, rows[:1].expand_as(rows)):
         return None
     return Table(call.module, name, int(found) - index)
+
+
+def _padding_of(placed: Call, embedded: Call) -> int | None:
+    """The id that a module of places counts otherwise, if it may: it is no plain table, or was given the ids."""
+    ids = [value.data_ptr() for value in embedded.args if isinstance(value, Tensor)]
+    given = [value.data_ptr() for value in (*placed.args, *placed.kwargs.values()) if isinstance(value, Tensor)]
+    if isinstance(placed.module, nn.Embedding) and not any(each in ids for each in given):
+        return None
+    return attribute(placed.module, "padding_idx")
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
 """Say that other processes used the cores while a model was loaded, which a user can do something about.
 
 PyTorch's threads wait for each other by computing. A thread that has to share its core is late, and all others burn
-their time waiting for it: a start then takes two to eight times as long, and nothing says why.
+their time waiting for it: a start then takes several times as long, and nothing else says why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCHEDULER = "/proc/thread-self/schedstat"  # of Linux: nanoseconds that the thr
 def noticed(ranks: int) -> Iterator[None]:
     """Warn at the end of a `with` whose thread waited for a core for a fifth of the time, and for a second in all.
 
-    Several `ranks` are each other's neighbours, of which nothing is said.
+    With several `ranks` nothing is said: they slow each other.
     """
     waited, begun = waited_seconds(), time.perf_counter()
     yield
@@ -39,7 +39,7 @@ def lost(waited: float, seconds: float) -> str:
 def advice() -> str:
     """The next thing that a user can do about busy neighbours."""
     if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-        return "it loses less with OMP_WAIT_POLICY=passive in the environment, before PyTorch is imported"
+        return "a start loses less time with OMP_WAIT_POLICY=passive in the environment, before PyTorch is imported"
     return "give PyTorch as many threads as cores are left, by torch.set_num_threads"
 
 

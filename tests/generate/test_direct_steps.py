@@ -429,7 +429,7 @@ def test_blocks_are_turned_by_positions_of_their_own_kind(
     """Else the step that is made again tells, and the model is called."""
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     exact, stack = answer(engine), engine.module._infuse.direct.stack
-    assert stack.called.kinds == kinds and made == [True] * DIRECT
+    assert stack.arguments.kinds == kinds and made == [True] * DIRECT
     monkeypatch.setattr(BlockArguments, "columns", lambda self, block: Columns(0, self.widths[0]))
     other = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
     made.clear()

@@ -1,5 +1,6 @@
 """What stands before and after a decoder's blocks (generate/ends.py), by the values of one step."""
 
+import pytest
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -30,6 +31,24 @@ def test_a_row_of_zeros_tells_no_factor() -> None:
         assert made is not None and made.factor.number == WIDTH**0.5
         assert found(zeros, WIDTH**0.5, config, added) is None
     assert found(rows * 1e-30, WIDTH**0.5, config, row) is None, "too small to be seen beside the row"
+
+
+class OfIds(nn.Embedding):
+    """As FSMT's places: a table whose rows are chosen by counting the ids that are no padding."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_given_ids", "padding"), [(nn.Embedding, False, None), (OfIds, False, None), (OfIds, True, 2)]
+)
+def test_a_table_that_is_given_the_ids_may_count_them(
+    kind: type[nn.Embedding], is_given_ids: bool, padding: int | None
+) -> None:
+    embedding, places, x = nn.Embedding(4, WIDTH), kind(8, WIDTH, padding_idx=2), torch.randn(1, 1, WIDTH)
+    ids, row = torch.tensor([[1]]), places.weight[3].detach()
+    given = ids.view(-1, 1) if is_given_ids else torch.tensor([[3]])
+    calls = [Call(embedding, (ids,), {}, x), Call(places, (), {"input": given}, row[None, None])]
+    begin = Begin.of(calls, x + row, embedding, PretrainedConfig(), 3)
+    assert begin is not None and begin.padding == padding and begin.is_looked_up == (padding is None)
 
 
 def test_a_named_number_is_preferred_to_the_same_one_of_the_width() -> None:

@@ -74,13 +74,13 @@ class PairSteps(DirectSteps):
         turning = _turning(turned[0], (embedded, x)) if len(turned) == 1 else None
         if begin is None or read is None or (turned and turning is None):
             return None
-        called = BlockArguments.of(parts.blocks, [call.output for call in turned], [0 if turned else None] * count)
+        arguments = BlockArguments.of(parts.blocks, [call.output for call in turned], [0 if turned else None] * count)
         result = blocks[-1].output
         end = End.of(after, result[0] if isinstance(result, tuple) else result, outputs.logits, model, parts.head)
-        if end is None or end.narrowed or called is None:
+        if end is None or end.narrowed or arguments is None:
             return None
         ends = Ends(begin, end)
-        stack = self.stack_of(parts, embedded, ends, called)
+        stack = self.stack_of(parts, embedded, ends, arguments)
         answer = None if stack is None else stack.begin(embedded, cache, read)
         if stack is None or answer is None:
             return None

@@ -137,7 +137,7 @@ class StackCall(OneCall):
     @classmethod
     def of(
         cls, embedding: nn.Module | None, blocks: Sequence[Any], norm: nn.Module | None, head: nn.Module,
-        x_BTC: Tensor, around: DecoderEnds, called: BlockArguments,
+        x_BTC: Tensor, ends: DecoderEnds, arguments: BlockArguments,
     ) -> StackCall | None:  # fmt: skip
         """None if a block does not run in one call, or if positions do more than to rotate or to add a learned bias.
 
@@ -168,10 +168,10 @@ class StackCall(OneCall):
         before = [] if embedding is None or scale is None else [embedding]
         normalises = not wide if norm is None else _normalises(norm, x_BTC, wide)
         after = [norm, head] if normalises and _multiplies(head, x_BTC) else []
-        if wide and (not after or around.before_head != ONE):
+        if wide and (not after or ends.before_head != ONE):
             return None
         try:
-            return cls(before, blocks, after, calls, mixers, x_BTC, around, called, wide, scale)
+            return cls(before, blocks, after, calls, mixers, x_BTC, ends, arguments, wide, scale)
         except NotNative:
             return None
 
@@ -183,24 +183,22 @@ class StackCall(OneCall):
         calls: Sequence[StepCall],
         mixers: Sequence[_Placed],
         x_BTC: Tensor,
-        around: DecoderEnds,
-        called: BlockArguments,
+        ends: DecoderEnds,
+        arguments: BlockArguments,
         wide: bool,
         scale: float | None,
     ):
-        tables = [
-            table.module for table in (around.places if before else None, around.shift if after else None) if table
-        ]
+        tables = [table.module for table in (ends.places if before else None, ends.shift if after else None) if table]
         self._roots = [*tables, *before, *blocks, *(each for each in after if each is not None)]
-        super().__init__(_program(tables, before, blocks, after, x_BTC, around, called, wide, scale))
-        self.around, self.called, self.wide = around, called, wide
+        super().__init__(_program(tables, before, blocks, after, x_BTC, ends, arguments, wide, scale))
+        self.ends, self.arguments, self.wide = ends, arguments, wide
         self.takes_ids, self.gives_logits, self.dtype = bool(before), bool(after), x_BTC.dtype
         self._embedding, self._scale = before[0] if before else None, scale
         self._last_norm = None if not after or after[0] is None else _Written.of(after[0])
         self._blocks = blocks
         self._mixers = mixers
         self._attentions = [each.mixer for each in mixers if not isinstance(each.mixer, Recurrent)]
-        self._takers = {kind: _attention_of(block) for block, kind in zip(blocks, called.kinds, strict=True)}
+        self._takers = {kind: _attention_of(block) for block, kind in zip(blocks, arguments.kinds, strict=True)}
         self._most_rows = min(call.most_rows for call in calls)
         self.readers = [block._modules[call.reader] for block, call in zip(blocks, calls, strict=True) if call.reader]
 
@@ -309,7 +307,7 @@ class DecodeSession:
         self._append(0 if out is None else 1)
         return out
 
-    def tokens(self, ids_B1: Tensor, cos_sin: CosSin, count: int, ends: Sequence[int]) -> Tensor | None:
+    def tokens(self, ids_B1: Tensor, cos_sin: CosSin, count: int, finals: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
 
         None if the model has to be called. Only where it `gives_tokens`.
@@ -317,7 +315,7 @@ class DecodeSession:
         native = self._with_room()
         # A step that finds no room has already overwritten the states before its first attention.
         count = int(min(count, self._room_tokens - self.length))
-        tokens = native.tokens(ids_B1, cos_sin, self._mask, self.length, count, ends, self._states_mask)
+        tokens = native.tokens(ids_B1, cos_sin, self._mask, self.length, count, finals, self._states_mask)
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 
@@ -345,49 +343,49 @@ class DecodeSession:
 
 def _program(
     tables: Sequence[nn.Module], before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor,
-    around: DecoderEnds, called: BlockArguments, wide: bool, scale: float | None,
+    ends: DecoderEnds, arguments: BlockArguments, wide: bool, scale: float | None,
 ) -> ProgramText:  # fmt: skip
     """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them.
 
     `tables`: the modules of rows that are added, the first roots. `wide`: the blocks' sums are in float32. `scale`: by
     which the embedding itself multiplies its rows.
     """
-    ends = [each for each in after if each is not None]
+    finals = [each for each in after if each is not None]
     first = len(tables)
-    text = ProgramText(FEW_TOKENS, first + len(before) + len(blocks) + len(ends), whole=True)
+    text = ProgramText(FEW_TOKENS, first + len(before) + len(blocks) + len(finals), whole=True)
     for node, table in enumerate(before, first):
         with text.step_of("embed"), text.inside("part", "table"):
             _write_table(PartWriter(text, table, node), table, x_BTC)
-        for factor in (Factor(1.0 if scale is None else scale), around.begin):
+        for factor in (Factor(1.0 if scale is None else scale), ends.begin):
             _write_factor(text, factor)
-        if (places := around.places) is not None:
+        if (places := ends.places) is not None:
             with text.step_of("place"), text.inside("part", "place"):
                 text.word("offset", places.offset)
                 PartWriter(text, places.module, 0).tensor("table", places.name)
     for number, block in enumerate(blocks):
-        text.turns, text.window = called.columns(number), called.windows[number]
+        text.turns, text.window = arguments.columns(number), arguments.windows[number]
         for step in states_last(block, block._program):
             text.step(step, first + len(before) + number, block)
     if after:
-        _write_end(text, first - 1, after[0], after[1], around, wide)
+        _write_end(text, first - 1, after[0], after[1], ends, wide)
     return text
 
 
-def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, around: DecoderEnds, wide: bool) -> None:
+def _write_end(text: ProgramText, shift_node: int, norm: Any, head: Any, ends: DecoderEnds, wide: bool) -> None:
     """Write the norm, the head, and what is around it."""
-    scales = around.before_head != ONE
+    scales = ends.before_head != ONE
     if norm is not None:
         with text.step_of(NORM_OF_WIDE if wide else "norm_stream" if scales else NORM), text.inside("part", "norm"):
             _write_norm(PartWriter(text, norm, text.roots - 2), norm, wide)
-    _write_factor(text, around.before_head)
+    _write_factor(text, ends.before_head)
     with text.step_of("head"), text.inside("part", "head"):
         with text.inside("product", "linear"):
             head.native(PartWriter(text, head, text.roots - 1))
-        if around.shift is None:
+        if ends.shift is None:
             text.word("shift", NONE)
         else:
-            PartWriter(text, around.shift.module, shift_node).tensor("shift", around.shift.name)
-    _write_factor(text, around.end)
+            PartWriter(text, ends.shift.module, shift_node).tensor("shift", ends.shift.name)
+    _write_factor(text, ends.end)
 
 
 class _Placed(NamedTuple):

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infuse
+from infuse.native import kernels
 from infuse.plan.bytes import parameter_bytes
+from infuse.weights import fill
 from infuse.weights.names import placed
 from tests.models.families import BY_NAME
 from tests.support.checkpoints import (
@@ -101,6 +103,15 @@ def read_by_rank(name: str, folder: str, keys: dict) -> tuple[Tensor, list[str]]
     return outputs(engine, name), [key for key in state if not torch.equal(state[key], wanted[key])]
 
 
+def read_in_parts_by_rank(name: str, folder: str, keys: dict) -> tuple[Tensor, list[str], int]:
+    """As read_by_rank, with matrices read in parts of 16 rows; and how many parts were read."""
+    with pytest.MonkeyPatch.context() as patch:
+        parts, of = [], fill.QuantizedWeight.of
+        patch.setattr(fill, "SAVED_BYTES", 1)
+        patch.setattr(fill.QuantizedWeight, "of", lambda *given: parts.append(1) or of(*given))
+        return (*read_by_rank(name, folder, keys), len(parts))
+
+
 def read(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> list[tuple[Tensor, list[str]]]:
     return (
         ranks.run(size, read_by_rank, name, str(folder), keys) if size > 1 else [read_by_rank(name, str(folder), keys)]
@@ -123,6 +134,20 @@ def test_shards_are_read_by_another_number_of_ranks(
         assert not differing and distance(found, first) < TOLERANCE
     if not keys:
         assert distance(first, original(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (3, 2)])
+def test_ranks_read_matrices_in_parts(writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
+    """Parts of rows of parts of ranks: whole pieces, pieces cut along both axes, and several joined."""
+    if isinstance(kernels(), str):
+        pytest.skip(kernels())
+    first = saved("llama", tmp_path, writers, ranks, **INT8)
+    if readers > 1:
+        results = ranks.run(readers, read_in_parts_by_rank, "llama", str(tmp_path), INT8)
+    else:
+        results = [read_in_parts_by_rank("llama", str(tmp_path), INT8)]
+    for found, differing, parts in results:
+        assert not differing and distance(found, first) < TOLERANCE and parts > 30
 
 
 @pytest.mark.parametrize(
