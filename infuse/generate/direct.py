@@ -143,11 +143,8 @@ class DirectSteps:
         used = (*parts.above, parts.embedding, *parts.blocks, *([] if norm is None else [norm]), parts.head)
         modules = [(each, type(each), type(each).forward) for each in used]
         stack = self.stack
-        alike = stack is not None and (stack.ends, stack.arguments, stack.dtype) == (
-            in_program,
-            arguments,
-            embedded.dtype,
-        )
+        wanted = in_program, arguments, embedded.dtype
+        alike = stack is not None and (stack.ends, stack.arguments, stack.dtype) == wanted
         if self.modules != modules or not alike:
             embedding = parts.embedding if ends.begin.is_looked_up else None
             self.stack = StackCall.of(embedding, parts.blocks, norm, parts.head, embedded, in_program, arguments)

@@ -49,7 +49,8 @@ class Call:
 class Begin:
     """The first block's input: rows of the embedding times `factor`, plus the row of the token's index in `places`.
 
-    `norm` normalises the sum, or, `norm_first`, what the row is added to. `padding`: the id of a token whose place is not its index.
+    `norm` normalises the sum, or, `norm_first`, what the row is added to. `padding`: the id of a
+    token whose place is not its index.
     """
 
     factor: Factor = ONE
@@ -246,7 +247,7 @@ def _has_word(key: str, words: Sequence[str]) -> bool:
 
 
 def _places(call: Call, index: int) -> Table | None:
-    """The table whose row of one index, the same for all rows of the batch, a module returned for a token."""
+    """The table whose row of one index a module returned for the first row of the batch."""
     made = call.output
     tables = [(name, each) for name, each in _tables(call.module) if each.dim() == 2]
     if not isinstance(made, Tensor) or made.dim() not in (2, 3) or len(tables) != 1:
@@ -256,7 +257,7 @@ def _places(call: Call, index: int) -> Table | None:
     if rows.shape[1] != table.shape[1] or made.dtype is not table.dtype:
         return None
     found = (table == rows[:1]).all(-1).nonzero()
-    if len(found) != 1 or not torch.equal(rows, rows[:1].expand_as(rows)):
+    if len(found) != 1:
         return None
     return Table(call.module, name, int(found) - index)
 

@@ -294,7 +294,7 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
 
 
 def _saved_weight(place: Any, format: QuantFormat, stored: Mapping[str, LazyTensor]) -> Iterator[QuantizedWeight]:
-    """Read a saved matrix in parts of its rows, if it is laid out anew: new pages for all of it would be slow to touch."""
+    """Read a saved matrix in parts of its rows, if it is laid out anew: it needs no new pages then."""
     outputs, inputs = place.out_features, place.in_features
     parts = place.part_rows if isinstance(format, IntegerFormat) else None  # others may have codes that are declined
     step = outputs
