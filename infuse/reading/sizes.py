@@ -6,6 +6,7 @@ Imported where a layer is traced: Dynamo and sympy, which come with it, take a s
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,20 @@ from torch.utils._sympy.functions import FloorDiv
 
 from infuse.reading.graph import LayerGraph, Size, is_in_layer, op_name, values_in
 from infuse.reading.resized import resized
+
+# Layers that can be read leave one open at most. Those that cut pictures into windows leave over a hundred, also inside
+# operations, which PyTorch takes seconds to tell apart, and have branches in the end.
+MOST_BRANCHES = 32
+
+
+class TooManyBranches(Exception):
+    """More branches on sizes than are worth telling apart."""
+
+    def __str__(self) -> str:
+        """How many, and the line of the layer's source that was reached."""
+        lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(self.__traceback__)]
+        inside = [f"{Path(file).name}:{line}" for file, line in lines if is_in_layer(file)]
+        return f"more than {MOST_BRANCHES} up to {inside[-1]}" if inside else f"more than {MOST_BRANCHES}"
 
 
 class Variables:
@@ -66,6 +81,8 @@ class _Settled(SymNode):
             if statically_known_true(torch.SymBool(node if answer else SymNode.sym_not(node))):
                 node = node.wrap_bool(answer)
         node.__class__ = _Settled
+        if len(node.shape_env.guards) > MOST_BRANCHES:
+            raise TooManyBranches
         return node
 
 

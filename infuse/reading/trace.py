@@ -74,7 +74,7 @@ def traced(
     `finite`: the answer to a layer that asks whether its values are finite. `is_far`: the same call of far more texts
     and tokens, where these are more than one.
     """
-    from infuse.reading.sizes import as_values
+    from infuse.reading.sizes import TooManyBranches, as_values
 
     told = Observed()
     answers = Answers(finite)
@@ -90,6 +90,8 @@ def traced(
         ):
             warnings.simplefilter("ignore")
             trace = called.trace()
+    except TooManyBranches as error:
+        raise SpecMismatch(_name(layer), [f"has a branch on a size: {error}"]) from None
     except _NeedsValues as error:
         raise SpecMismatch(_name(layer), [f"has a branch on values: {error}"]) from None
     except Exception as error:  # the user's module may raise anything

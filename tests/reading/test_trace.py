@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.ground.errors import SpecMismatch
+from infuse.reading import sizes
 from infuse.reading.calls import LayerCall
 from infuse.reading.graph import Numbers, op_name
 from infuse.reading.trace import NO_LAYER, traced
@@ -232,3 +233,27 @@ def test_a_branch_counts_wherever_the_layers_file_is(file: str) -> None:
     layer = type("FromElsewhere", (nn.Module,), scope)()
     with pytest.raises(SpecMismatch, match="branch on a size"):
         traced(layer, call())
+
+
+class Windows(Layer):
+    """Cuts tokens into windows of 3, 5 and 7, with padding, one after the other."""
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        batch, _, width = hidden.shape
+        for size in (3, 5, 7) * 4:
+            padded = nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % size))
+            hidden = padded.view(batch, padded.shape[1] // size, size, width).flip(2).reshape(batch, -1, width)
+        return hidden
+
+
+def test_a_layer_with_many_branches_on_sizes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of SAM 2's layers took PyTorch 7 s each to tell 160 branches apart, of which one refuses the layer."""
+    hidden = torch.empty(BATCH, TOKENS, WIDTH, device="meta")
+    asked: list[int] = []
+    monkeypatch.setattr(sizes, "MOST_BRANCHES", 4)
+    of = sizes._Settled.of
+    noted = staticmethod(lambda node: (asked.append(len(node.shape_env.guards)), of(node))[1])
+    monkeypatch.setattr(sizes._Settled, "of", noted)
+    with pytest.raises(SpecMismatch, match=r"has a branch on a size: more than 4 up to test_trace.py:\d+"):
+        traced(Windows(), LayerCall("pictures", hidden, {}, sizes_vary=True))
+    assert max(asked) == 5
